@@ -1,0 +1,15 @@
+"""Layers a network with bounded gains needs. Plain torch modules: they work with and without the privacy engine.
+
+Records lie on dimension 0 everywhere, and no layer ever mixes two of them.
+"""
+
+from __future__ import annotations
+
+from ._norm import SafeGroupNorm as SafeGroupNorm
+from ._norm import SafeInstanceNorm as SafeInstanceNorm
+from ._norm import SafeLayerNorm as SafeLayerNorm
+from ._project import Project as Project
+from ._project import UnitNorm as UnitNorm
+from ._residual import ConvexResidual as ConvexResidual
+from ._residual import Residual as Residual
+from ._standardized import StandardizedConv2d as StandardizedConv2d
