@@ -152,6 +152,13 @@ def test_a_longer_data_set_extends_the_draw(q: float, m: int, extra: int, seed: 
     assert (np.diff(long) > 0).all() and (long.size == 0 or 0 <= long[0] <= long[-1] < m + extra)
 
 
+@pytest.mark.parametrize("q", [0.05, 0.3, 0.45, 0.6, 0.9])
+def test_the_draw_is_extended_across_chunks(q: float) -> None:
+    long = poisson_indices(np.random.default_rng(1), q, 200_000)
+    for m in (1, 300, 700, 1000, 1500, 5000, 20_000, 90_000):
+        assert np.array_equal(poisson_indices(np.random.default_rng(1), q, m), long[long < m])
+
+
 def test_no_memory_in_the_number_of_rows() -> None:
     tracemalloc.start()
     loader, _ = poisson(Numbers(10**8), q=1e-5, loader={"shuffle": True})
@@ -336,7 +343,7 @@ def test_data_set_that_stacks_by_itself() -> None:
 def test_short_cut_equals_default_collation() -> None:
     data = tensors(40)
     nested = Subset(Subset(data, list(range(39, -1, -1))), np.arange(-30, 0))  # type: ignore[arg-type]
-    for dataset in (data, Subset(data, range(5, 35)), nested):
+    for dataset in (data, Subset(data, range(5, 35)), Subset(data, range(-20, 10)), nested):
         fast, _ = poisson(dataset)
         slow, _ = poisson(dataset, loader={"collate_fn": lambda r: torch.utils.data.default_collate(r)})
         assert fast._gather is not None and slow._gather is None
