@@ -77,13 +77,17 @@ class SafeGroupNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(num_channels)) if affine else None
         self.bias = nn.Parameter(torch.zeros(num_channels)) if affine else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def normalise(self, x: Tensor) -> Tensor:
+        """The layer without its affine part."""
         if x.ndim < 2 or x.shape[1] != self.num_channels:
             raise WeightclipError(
                 f"{type(self).__name__} expects (records, {self.num_channels}, ...), got shape {tuple(x.shape)}"
             )
         groups = wide(x).unflatten(1, (self.num_groups, self.num_channels // self.num_groups)).flatten(2)
-        y = safe_normalise(groups, self.alpha, (2,)).reshape(x.shape).to(x.dtype)  # records x channels x positions
+        return safe_normalise(groups, self.alpha, (2,)).reshape(x.shape).to(x.dtype)  # records x channels x positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.normalise(x)
         if self.weight is None or self.bias is None:
             return y
         shape = (1, self.num_channels) + (1,) * (x.ndim - 2)
@@ -106,10 +110,11 @@ class SafeInstanceNorm(SafeGroupNorm):
     def __init__(self, num_channels: int, alpha: float = 1.0, affine: bool = False) -> None:
         super().__init__(num_channels, num_channels, alpha, affine)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def normalise(self, x: Tensor) -> Tensor:
+        """The layer without its affine part."""
         if x.ndim < 3:
             raise WeightclipError(f"SafeInstanceNorm needs positions to normalise over, got shape {tuple(x.shape)}")
-        return super().forward(x)
+        return super().normalise(x)
 
     def extra_repr(self) -> str:
         return f"{self.num_channels}, alpha={self.alpha}, affine={self.affine}"
@@ -143,14 +148,18 @@ class SafeLayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(shape)) if affine else None
         self.bias = nn.Parameter(torch.zeros(shape)) if affine else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def normalise(self, x: Tensor) -> Tensor:
+        """The layer without its affine part."""
         rank = len(self.normalized_shape)
         if x.ndim <= rank or tuple(x.shape[-rank:]) != self.normalized_shape:  # dimension 0 is never normalised over
             raise WeightclipError(
                 f"SafeLayerNorm expects (records, ..., {', '.join(map(str, self.normalized_shape))}), "
                 f"got shape {tuple(x.shape)}"
             )
-        y = safe_normalise(wide(x), self.alpha, tuple(range(-rank, 0))).to(x.dtype)
+        return safe_normalise(wide(x), self.alpha, tuple(range(-rank, 0))).to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.normalise(x)
         return y if self.weight is None or self.bias is None else y * self.weight + self.bias
 
     def extra_repr(self) -> str:

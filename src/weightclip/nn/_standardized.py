@@ -19,7 +19,7 @@ class StandardizedConv2d(nn.Conv2d):
 
     Formal guarantees:
         Every output channel of the effective kernel has l2 norm at most ``gain``, whatever ``weight`` is (so a group's
-        kernel matrix has Frobenius norm at most ``gain * sqrt(out_channels / groups)``). The layer's bounds are those of
+        kernel matrix has Frobenius norm at most ``gain * sqrt(out_channels / groups)``). The bounds are those of
         a convolution with `effective_weight`, never with ``weight``; noise belongs on the gradient at the effective
         kernel, which `pull_back` then maps, as post-processing, to the gradient at ``weight``. The map from
         ``weight`` to the effective kernel has l2 gain ``gain / (floor * sqrt(fan_in))``.
