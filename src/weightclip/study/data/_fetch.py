@@ -87,6 +87,7 @@ def _download(url: str, target: Path, expected: str, bar: Progress) -> None:
                 bar.advance(task, len(chunk))
         if digest.hexdigest() != expected:
             raise WeightclipError(f"SHA-256 is {digest.hexdigest()}, expected {expected}")
+        os.chmod(partial, 0o644)  # temporary files start out private; data sets are not
         os.replace(partial, target)
     finally:
         Path(partial).unlink(missing_ok=True)

@@ -56,12 +56,14 @@ class TabularData:
         """The attributes as a pandas DataFrame, categorical columns with their public categories (extra `table`)."""
         import pandas as pd
 
-        frame = {
-            column.name: pd.Categorical(self.values[column.name], categories=column.categories, ordered=column.ordered)
-            if column.kind == "categorical"
-            else self.values[column.name]
-            for column in self.columns
-        }
+        frame = {}
+        for column in self.columns:
+            values = self.values[column.name]
+            if column.kind == "categorical":
+                place = {category: code for code, category in enumerate(column.categories)}
+                codes = [place.get(value, -1) for value in values.tolist()]  # -1: missing, as pandas writes it
+                values = pd.Categorical.from_codes(codes, categories=list(column.categories), ordered=column.ordered)
+            frame[column.name] = values
         return pd.DataFrame(frame)
 
 
