@@ -25,20 +25,19 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from weightclip._streams import Streams
 from weightclip.errors import ContractError, WeightclipError
 from weightclip.sampling import ArrayDataset, BatchInfo, PoissonLoader, poisson_indices
 
 
-class Streams:
-    """The one method the loader uses, with a plain seed."""
+class Spy(Streams):
+    """Remembers which streams were asked for."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
-        self.asked: list[tuple[Any, ...]] = []
+    asked: list[tuple[Any, ...]]
 
-    def numpy(self, label: str, /, *ints: int) -> np.random.Generator:
+    def numpy(self, label: str, *ints: int) -> np.random.Generator:
         self.asked.append((label, *ints))
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, *label.encode(), *ints])))
+        return super().numpy(label, *ints)
 
 
 class Numbers(Dataset):
@@ -66,7 +65,7 @@ def tensors(n: int) -> TensorDataset:
 def poisson(dataset: Any, *, q: float | None = 0.2, seed: int = 0, loader: dict[str, Any] | None = None, **kwargs: Any):
     """A loader and the list its BatchInfos go to."""
     infos: list[BatchInfo] = []
-    kwargs = {"streams": Streams(seed), "on_batch": infos.append, **kwargs}
+    kwargs = {"streams": Streams.seeded(seed), "on_batch": infos.append, **kwargs}
     return PoissonLoader(DataLoader(dataset, **{"batch_size": 4, **(loader or {})}), sample_rate=q, **kwargs), infos
 
 
@@ -179,7 +178,9 @@ def test_draw_depends_on_seed_and_number_alone() -> None:
     assert len(small) == len(first) == 5
     assert first == [[i for i in d if i < 30] for d in draws(large, large_infos)]
     assert first != draws(*poisson(tensors(30), seed=1))
-    streams = Streams()
+    streams = Spy.seeded(0)
+    assert isinstance(streams, Spy)
+    streams.asked = []
     loader, infos = poisson(tensors(30), streams=streams)
     draws(loader, infos)
     assert streams.asked == [("sampling", t) for t in range(5)]
@@ -377,7 +378,7 @@ def test_nothing_of_the_user_is_changed() -> None:
     known = dict(vars(user))
     state = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[union-attr]
     for q in (0.3, 1.0):
-        for x, y in PoissonLoader(user, sample_rate=q, streams=Streams(), on_batch=lambda info: None):
+        for x, y in PoissonLoader(user, sample_rate=q, streams=Streams.secure(), on_batch=lambda info: None):
             x.zero_(), y.zero_()
     assert all(torch.equal(a, b) for a, b in zip(before, data.tensors, strict=True))
     assert vars(user) == known
@@ -458,6 +459,10 @@ def test_state_counts_complete_draws() -> None:
     for _ in loader:
         assert loader.draws == infos[-1].draw + 1
         assert loader.state_dict() == {"draws": infos[-1].draw + infos[-1].last}
+    next(iter(loader))  # leaves draw 5 in the middle
+    assert loader.state_dict() == {"draws": 5} and loader.draws == 6
+    loader.draws = 9
+    assert loader.state_dict() == {"draws": 9}
 
 
 @pytest.mark.parametrize("dataset", [tensors(40), Numbers(40)], ids=["fast", "loader"])
@@ -535,7 +540,7 @@ class Unsized(Dataset):
 )
 def test_loaders_that_cannot_be_sampled(loader: Any, message: str) -> None:
     with pytest.raises(WeightclipError, match=message) as error:
-        PoissonLoader(loader(), sample_rate=0.5, streams=Streams(), on_batch=lambda info: None)
+        PoissonLoader(loader(), sample_rate=0.5, streams=Streams.secure(), on_batch=lambda info: None)
     assert "\n" not in str(error.value)
 
 

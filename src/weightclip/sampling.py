@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,16 +17,10 @@ from torch.utils.data import default_collate as _default_collate
 
 from weightclip._records import ArrayDataset as ArrayDataset
 from weightclip._records import first_tensor, gatherer, pad_records, zero_records
+from weightclip._streams import SAMPLING, Streams
 from weightclip.errors import ContractError, WeightclipError
 
-_LABEL = "sampling"  # names the stream of the draws; the noise never uses it
 _TWO_PASSES = "the loader was at draw {}, its counter is at {}: leave one pass over the loader before the next begins"
-
-
-class NumpyStreams(Protocol):
-    """What the loader needs of :class:`weightclip.mechanisms.Streams`."""
-
-    def numpy(self, label: str, /, *ints: int) -> np.random.Generator: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +138,7 @@ class PoissonLoader:
         sample_rate: q.
         expected_batch: q·len(dataset).
         draws: number of draws begun, which is the number of the next one. Set it only between passes.
+        streams: source of the draws. Set it only between passes.
     """
 
     def __init__(
@@ -151,7 +146,7 @@ class PoissonLoader:
         data_loader: DataLoader,
         *,
         sample_rate: float | None,
-        streams: NumpyStreams,
+        streams: Streams,
         max_physical_batch_size: int | None = None,
         pad_to: int | None = None,
         steps_left: Callable[[], int | None] = lambda: None,
@@ -177,7 +172,7 @@ class PoissonLoader:
         self._draws_per_pass = max(1, round(min(1.0 / q, 2.0**62)))
         self._piece_size = pad_to or max_physical_batch_size
         self._pad_to = pad_to
-        self._streams = streams
+        self.streams = streams
         self._steps_left = steps_left
         self._on_batch = on_batch
         self._warned = False
@@ -219,7 +214,7 @@ class PoissonLoader:
 
     def state_dict(self) -> dict[str, int]:
         """The number of draws handed out completely: a draw that was cut short is handed out again on resume."""
-        return {"draws": self.draws if self._unfinished is None else self._unfinished}
+        return {"draws": self.draws - (self._unfinished == self.draws - 1)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue with the draw after those counted in `state`."""
@@ -232,7 +227,7 @@ class PoissonLoader:
         """The record numbers of a draw; they are as private as the records themselves."""
         if self.sample_rate == 1.0:
             return np.arange(self._n)
-        return poisson_indices(self._streams.numpy(_LABEL, draw), self.sample_rate, self._n)
+        return poisson_indices(self.streams.numpy(SAMPLING, draw), self.sample_rate, self._n)
 
     def _plan(self, start: int) -> Iterator[_Piece]:
         for t in range(start, start + self._draws_per_pass):
