@@ -1,0 +1,201 @@
+"""Certified upper bounds of ‖W‖_p for dense matrices (SOUNDNESS, section 3, "Certified ‖W‖₂").
+
+Every function is pure, works on ``(..., m, n)`` and returns a float64 tensor of the leading shape on the weight's device.
+"Certified" means: at least the true norm of the *stored* entries, with the rounding of the computation itself included.
+Nothing here reads a value back to the host: on an accelerator the p = 2 norm uses Gram iteration (matrix products only),
+because eigenvalue routines report their status through the host; on the CPU it uses ``eigvalsh``, which is tighter.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from weightclip.errors import CertificationError
+
+_U64 = 2.0**-53
+# Real products accumulate one rounding per term; a complex product does at most four times as much arithmetic.
+_COMPLEX = 4.0
+
+
+def frobenius(weight: Tensor) -> Tensor:
+    """Upper bound of the Frobenius norm over all entries (0-dim float64)."""
+    weight = weight.detach()
+    norm = torch.linalg.vector_norm(weight, dtype=_wide(weight.dtype))
+    return norm * (1.0 + (weight.numel() + 4) * _U64)
+
+
+def dense_norm(weight: Tensor, p: float = 2) -> Tensor:
+    """Certified upper bound of ‖W‖_p, p in {1, 2, inf}, batched over leading dimensions.
+
+    Args:
+        weight: ``(..., m, n)``, mapping n to m. Entries are taken as stored: pass the cast weights if the forward casts.
+        p: 1 (largest column sum), 2 (largest singular value) or ``math.inf`` (largest row sum).
+
+    Returns:
+        float64 tensor of the leading shape. A NaN entry gives NaN, an infinite one inf (or NaN), an empty matrix 0.
+    """
+    weight = weight.detach()
+    if weight.dim() < 2:
+        raise CertificationError(f"operator norm of a {weight.dim()}-D tensor: expected a matrix (..., m, n)")
+    check_p(p)
+    if p == 2:
+        return spectral_norm(weight)
+    if weight.numel() == 0:
+        return _zeros(weight)
+    summed = -2 if p == 1 else -1
+    sums = weight.abs().sum(summed, dtype=torch.float64)
+    return sums.amax(-1) * (1.0 + (weight.shape[summed] + 4) * _U64)
+
+
+def spectral_norm(weight: Tensor) -> Tensor:
+    """Certified upper bound of the largest singular value: ``eigvalsh`` on the CPU, Gram iteration elsewhere."""
+    if weight.numel() == 0:
+        return _zeros(weight)
+    if weight.device.type != "cpu":
+        return gram_iteration(weight)
+    return _by_eigenvalues(weight)
+
+
+def gram_iteration(weight: Tensor, iterations: int | None = None, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Certified upper bound of the largest singular value by Gram iteration: matrix products only, batched.
+
+    A₀ = W, A_{j+1} = A_jᴴA_j has ‖A_{j+1}‖₂ = ‖A_j‖₂², so ‖W‖₂ = ‖A_J‖₂^(1/2^J) ≤ ‖A_J‖_F^(1/2^J), which approaches
+    ‖W‖₂ from above: the excess is at most the factor n^(1/2^(J+1)), n the smaller side. Each A_j is rescaled to Frobenius
+    norm 1, so nothing overflows. With rounding, ‖Â_j‖₂² ≤ ‖fl(Â_jᴴÂ_j)‖₂ + γ‖Â_j‖_F²; running that recursion backwards
+    from ‖Â_J‖₂ ≤ ‖Â_J‖_F makes the result an upper bound in either precision.
+
+    Args:
+        weight: ``(..., m, n)``, real or complex.
+        iterations: number J of products; None takes as many as bring the excess below 1e-5.
+        dtype: float64, or float32 (faster; the margin is then of order rank · n · 2⁻²⁴).
+
+    Returns:
+        float64 tensor of the leading shape.
+    """
+    if dtype not in (torch.float64, torch.float32):
+        raise CertificationError(f"gram_iteration in {dtype}: only float64 and float32 have a rounding margin here")
+    weight = weight.detach()
+    if weight.numel() == 0:
+        return _zeros(weight)
+    if weight.shape[-2] < weight.shape[-1]:
+        weight = weight.mH
+    k, n = weight.shape[-2:]
+    if iterations is None:
+        iterations = max(1, math.ceil(math.log2(max(math.log(n), 1e-5) / 1e-5)) - 1)
+    if iterations < 1:
+        raise CertificationError(f"gram_iteration needs at least 1 iteration, got {iterations}")
+
+    u, operand = _roundoff(dtype, weight.device)
+    factor = _COMPLEX if weight.is_complex() else 1.0
+    if 2.0 * (k + 8) * u > 1.0:
+        raise CertificationError(f"gram_iteration over {k} terms has no margin in {dtype}: use dtype=torch.float64")
+    a, largest = _scaled(weight)
+    f_0 = _fro(a)
+    f = f_0
+    scales = []
+    for j in range(iterations):
+        a = a / _nonzero(f)[..., None, None]
+        if j == 0:
+            a = a.to(_match(dtype, a))
+        a = a.mH @ a
+        f = _fro(a)
+        scales.append(f)
+    b = f * (1.0 + (n * n + 4) * _U64)  # ‖fl(Â_{J-1}ᴴÂ_{J-1})‖₂ ≤ its Frobenius norm
+    for j in range(iterations - 1, -1, -1):
+        terms = (k if j == 0 else n) + 8
+        gamma = factor * (2.0 * operand + terms * u / (1.0 - terms * u)) * (1.0 + operand) * (1.0 + 8.0 * u)
+        b = (b + gamma).sqrt() + 2.0 * u  # of Â_j, and the rounding of its division by f (Frobenius norm 1)
+        b = b * (f_0 if j == 0 else scales[j - 1])
+    return _finish(b * (1.0 + (k * n + 64) * _U64), largest, f_0)
+
+
+def drift_bound(norm_at_s: Tensor | float, weight_s: Tensor, weight_t: Tensor, m: int = 1) -> Tensor:
+    """Upper bound of ‖W_t‖₂ from a bound at an earlier step: ‖W_s‖ + √m·‖W_t − W_s‖_F.
+
+    Args:
+        norm_at_s: certified bound of the norm at ``weight_s``.
+        weight_s: weights when the bound was computed.
+        weight_t: weights now (as cast).
+        m: overlap of a convolution (``overlap``); 1 for dense weights.
+    """
+    wide = _wide(weight_t.dtype)
+    moved = frobenius(weight_t.detach().to(wide) - weight_s.detach().to(wide))
+    return (math.sqrt(m) * moved + norm_at_s) * (1.0 + 8.0 * _U64)
+
+
+def check_p(p: float) -> None:
+    """Refuse exponents other than 1, 2 and inf."""
+    if p not in (1, 2, math.inf):
+        raise CertificationError(f"operator norm for p={p!r}: only p = 1, 2 and math.inf have certified bounds")
+
+
+def _by_eigenvalues(weight: Tensor) -> Tensor:
+    """Square root of the largest eigenvalue of the smaller Gram matrix, in float64, plus its error bounds."""
+    a, largest = _scaled(weight)
+    if a.shape[-2] < a.shape[-1]:
+        a = a.mH
+    k, n = a.shape[-2:]
+    gram = a.mH @ a
+    trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1)  # ‖W‖_F², and not finite exactly when an entry is not
+    # eigvalsh raises on NaN, which would be an error that depends on values: hand it zeros, and put the NaN back below.
+    gram = torch.where(trace.isfinite()[..., None, None], gram, torch.zeros_like(gram))
+    top = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0)
+    # Product: |error| ≤ γ_k |A|ᴴ|A|, of 2-norm ≤ γ_k ‖A‖_F². Eigenvalues: n Householder steps, each γ_n‖G‖_F backward
+    # error, and as many sweeps of rotations: c·n²·u·‖G‖_F.
+    factor = _COMPLEX if a.is_complex() else 1.0
+    error = factor * _U64 * ((k + 8) * trace + 8.0 * n * n * _fro(gram))
+    return _finish((top + error).sqrt() * (1.0 + 8.0 * _U64), largest, trace)
+
+
+def _finish(bound: Tensor, largest: Tensor | None, total: Tensor) -> Tensor:
+    """Undo the scaling, and let non-finite entries through: the bound is never a guess."""
+    if largest is not None:
+        bound = bound * largest * (1.0 + 8.0 * _U64)
+        total = total + largest
+    return torch.where(total.isfinite(), bound, total)
+
+
+def _scaled(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Cast to float64; entries of a wide type are divided by the largest, so that squares neither overflow nor vanish."""
+    a = weight.to(_wide(weight.dtype))
+    if weight.dtype != a.dtype:
+        return a, None  # squares of float32 and narrower are far inside float64's range
+    largest = a.abs().amax((-2, -1))
+    return a / _nonzero(largest)[..., None, None], largest
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def _fro(a: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(a, dim=(-2, -1), dtype=_wide(a.dtype)).real
+
+
+def _zeros(weight: Tensor) -> Tensor:
+    return torch.zeros(weight.shape[:-2], dtype=torch.float64, device=weight.device)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _match(dtype: torch.dtype, like: Tensor) -> torch.dtype:
+    if not like.is_complex():
+        return dtype
+    return torch.complex128 if dtype == torch.float64 else torch.complex64
+
+
+def _roundoff(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """(unit roundoff of sums, relative rounding of operands) of a matrix product in this dtype on this device."""
+    if dtype == torch.float64:
+        return _U64, 0.0
+    precision = torch.get_float32_matmul_precision()
+    if precision == "medium":
+        return 2.0**-22, 2.0**-7  # operands may become bfloat16
+    if precision == "high" or device.type != "cpu":
+        return 2.0**-22, 2.0**-10  # operands may become TF32, by truncation at worst
+    return 2.0**-24, 0.0
