@@ -25,9 +25,10 @@ help:
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements-dev.txt
+	@echo "building $(VENV) (a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt -e ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install -qq -r requirements-dev.txt
+	$(BIN)/python -m pip install -qq -r requirements-dev.txt -e ".[$(EXTRAS)]"
 	@touch $(STAMP)
 
 demo: setup
