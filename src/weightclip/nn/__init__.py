@@ -17,6 +17,7 @@ from ._project import Project as Project
 from ._project import UnitNorm as UnitNorm
 from ._residual import ConvexResidual as ConvexResidual
 from ._residual import Residual as Residual
+from ._scattering import Scattering2d as Scattering2d
 from ._sort import Abs as Abs
 from ._sort import GroupSort as GroupSort
 from ._sort import MaxMin as MaxMin
