@@ -2,13 +2,13 @@
 
 On each axis y[j] = Σ_t θ[t]·x[s·j + d·t − pad], with kernel size k, stride s, dilation d, g = gcd(s, d), input size n.
 
-* An input entry i meets tap t only if d·t ≡ i + pad (mod s), a condition on t mod s/g, and each such t fixes j. So an entry
-  appears in at most m = ∏⌈k/(s/g)⌉ patches, and ‖Ax‖ ≤ ‖R‖·‖patches(x)‖ ≤ √m·‖R‖·‖x‖.
+* An input entry i meets tap t only if d·t ≡ i + pad (mod s), a condition on t mod s/g, and each such t fixes j. So an
+  entry appears in at most m = ∏⌈k/(s/g)⌉ patches, and ‖Ax‖ ≤ ‖R‖·‖patches(x)‖ ≤ √m·‖R‖·‖x‖.
 * Schur: ‖A‖₂ ≤ √(‖A‖₁‖A‖_∞); a row of A holds one output channel's kernel, a column the taps of one residue class.
-* With P = min(pad, d(k−1)), zero padding is a part of circular convolution at any N ≥ n + P (the zeros at both ends can be
-  the same ones): rows whose window lies wholly in the padding are zero, the windows of the others start at different
-  places mod N, and no two indices in reach are congruent unless both are padding. If lcm(s, d) divides N, splitting x by
-  its index mod s leaves a convolution of stride 1 at N/s, which the DFT makes block diagonal: exactly one matrix of
+* With P = min(pad, d(k−1)), zero padding is a part of circular convolution at any N ≥ n + P (the zeros at both ends can
+  be the same ones): rows whose window lies wholly in the padding are zero, the windows of the others start at different
+  places mod N, and no two indices in reach are congruent unless both are padding. If lcm(s, d) divides N, splitting x
+  by its index mod s leaves a convolution of stride 1 at N/s, which the DFT makes block diagonal: exactly one matrix of
   (channels out) × (channels in · s) per frequency.
 """
 
@@ -100,7 +100,8 @@ def dft_norm(
         weight: ``(c_out, c_in/groups, *kernel)``.
         groups: number of groups.
         dilation: dilation.
-        input_size: spatial size n. The zero-padding bound also holds for every smaller input, the circular one for n only.
+        input_size: spatial size n. The zero-padding bound also holds for every smaller input, the circular one for n
+            only.
         stride: stride; the exact polyphase form is used, not the stride-1 bound.
         padding: zero padding; None bounds every padding, at size n + d(k−1).
         circular: circular padding; needs total padding ≤ d(k−1) and s | n on each axis (``conv_norm`` checks it).
@@ -136,7 +137,7 @@ def dft_norm(
     for first in waves[0].split(max(1, _CHUNK // rest)):
         symbol = grouped
         for wave in (first, *waves[1:]):
-            symbol = torch.tensordot(symbol, wave, dims=([3], [2]))  # ... x frequency x phase, at the end
+            symbol = torch.einsum("goct...,fpt->goc...fp", symbol, wave)  # frequency and phase go to the end
         order = [*range(3, 3 + 2 * axes, 2), 0, 1, 2, *range(4, 4 + 2 * axes, 2)]
         matrices = symbol.permute(order).flatten(axes + 2)  # frequencies x groups x out x (in · phases)
         tops.append(spectral_norm(matrices).amax())
@@ -220,8 +221,9 @@ def conv_transpose_norm(
 ) -> Tensor:
     """Certified upper bound of ‖Aᵀ‖_p, A the convolution with the same weight from c_out to c_in channels.
 
-    ``nn.ConvTranspose*d`` stores its weight as ``(c_in, c_out/groups, *kernel)``, which is A's own layout. ‖Aᵀ‖₂ = ‖A‖₂ and
-    the exponents 1 and ∞ change places. A's input is the transposed layer's output; ``output_padding`` makes it longer.
+    ``nn.ConvTranspose*d`` stores its weight as ``(c_in, c_out/groups, *kernel)``, which is A's own layout. ‖Aᵀ‖₂ = ‖A‖₂
+    and the exponents 1 and ∞ change places. A's input is the transposed layer's output; ``output_padding`` makes it
+    longer.
     """
     check_p(p)
     axes = weight.dim() - 2

@@ -21,9 +21,9 @@ def power_iteration_estimate(
 ) -> Tensor:
     """Estimate of the largest singular value by power iteration, as the paper computes ‖W‖₂.
 
-    Each iteration applies the layer A and, through autograd, its transpose: x ← AᵀAx/‖AᵀAx‖. The estimate ‖Ax‖ at unit x is
-    a *lower* bound of ‖A‖₂ at every iteration: weights clipped by it keep a norm above C. Use it to see how loose a
-    certified bound is, never to certify (``operator_norm_bound`` does that).
+    Each iteration applies the layer A and, through autograd, its transpose: x ← AᵀAx/‖AᵀAx‖. The estimate ‖Ax‖ at unit
+    x is a *lower* bound of ‖A‖₂ at every iteration: weights clipped by it keep a norm above C. Use it to see how loose
+    a certified bound is, never to certify (``operator_norm_bound`` does that).
 
     Args:
         module_or_tensor: a linear layer (its bias is removed), or a matrix.
@@ -36,7 +36,9 @@ def power_iteration_estimate(
     """
     if isinstance(module_or_tensor, Tensor):
         if module_or_tensor.dim() != 2:
-            raise CertificationError(f"power iteration on a {module_or_tensor.dim()}-D tensor: pass a matrix or a layer")
+            raise CertificationError(
+                f"power iteration on a {module_or_tensor.dim()}-D tensor: pass a matrix or a layer"
+            )
         matrix = module_or_tensor.detach()
         shape, like, module = (1, matrix.shape[1]), matrix, None
     else:

@@ -90,8 +90,8 @@ def norm_function(
     """The certified norm of this layer as a function of its weight.
 
     Args:
-        module: ``nn.Linear``, ``nn.Conv*d`` or ``nn.ConvTranspose*d``, or a subclass that keeps its forward or names the
-            weight it uses in a method ``effective_weight()``.
+        module: ``nn.Linear``, ``nn.Conv*d`` or ``nn.ConvTranspose*d``, or a subclass that keeps its forward or names
+            the weight it uses in a method ``effective_weight()``.
         p: 1, 2 or inf.
         input_size: spatial size of the largest input (convolutions; enables the DFT bound).
         use_dft: whether the DFT bound may be used.
@@ -130,7 +130,7 @@ def effective_weight(module: nn.Module) -> Tensor:
             )
     elif module._parameters.get("weight") is None:
         raise CertificationError(
-            f"{kind} recomputes its weight by a hook, so module.weight may be stale: use torch.nn.utils.parametrizations"
+            f"{kind} recomputes its weight by a hook, module.weight may be stale: use torch.nn.utils.parametrizations"
         )
     weight = cast(Tensor, module.weight)
     if isinstance(weight, nn.parameter.UninitializedParameter):
@@ -156,8 +156,8 @@ def layer_norm_tensor(
         use_dft: whether the DFT bound may be used.
 
     Formal guarantees:
-        The result is at least the norm of the linear part of the layer for its present weights (bias excluded); it reads
-        nothing but weights and public shapes.
+        The result is at least the norm of the linear part of the layer for its present weights (bias excluded); it
+        reads nothing but weights and public shapes.
     """
     weight = effective_weight(module)
     function = norm_function(module, p, input_size, use_dft=use_dft)
@@ -179,8 +179,8 @@ def operator_norm_bound(layer_or_tensor: nn.Module | Tensor, p: float = 2, *, in
         CertificationError: no bound is known for this layer.
 
     Example:
-        >>> import torch, weightclip
-        >>> round(weightclip.operator_norm_bound(torch.diag(torch.tensor([0.5, 0.25]))), 6)
+        >>> import torch
+        >>> round(operator_norm_bound(torch.diag(torch.tensor([0.5, 0.25]))), 6)
         0.5
     """
     if isinstance(layer_or_tensor, Tensor):
@@ -203,6 +203,11 @@ def _check_kind(module: nn.Module) -> None:
     inner = getattr(native, "_conv_forward", None) is getattr(kind, "_conv_forward", None)
     if (native.forward is not kind.forward or not inner) and not callable(getattr(module, "effective_weight", None)):
         raise CertificationError(
-            f"{type(module).__name__} overrides {kind.__name__}.forward: give it a method effective_weight() that returns "
-            "the weight it uses"
+            f"{type(module).__name__} overrides {kind.__name__}.forward: give it a method effective_weight() that "
+            "returns the weight it uses"
         )
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether the module is a dense or convolutional layer, whose norm ``norm_function`` may know."""
+    return isinstance(module, _KINDS)

@@ -1,0 +1,68 @@
+"""The private criterion: per-record loss, summed; its gradient is the certified one whatever happens upstream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from weightclip.errors import ContractError
+from weightclip.losses import Loss
+
+if TYPE_CHECKING:
+    from weightclip.engine import PrivacyEngine
+
+
+class _Summed(torch.autograd.Function):
+    """Value: sum over records / expected batch size. Backward: the stored per-record gradients, once, unscaled."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, value: Tensor, gradient: Tensor, engine: PrivacyEngine) -> Tensor:
+        ctx.gradient, ctx.engine = gradient, engine
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):
+        if ctx.gradient is None:
+            raise ContractError("backward() ran twice through one private loss: call the model and the loss again.")
+        gradient, ctx.gradient = ctx.gradient, None
+        ctx.engine._begin_backward()
+        return gradient, None, None, None
+
+
+class PrivateCriterion(nn.Module):
+    """Wraps the user's criterion. Under ``no_grad`` it is the user's criterion.
+
+    Formal guarantees:
+        The gradient that enters the model is, for each record, ``loss.gradient`` at the model's output, of norm at most
+        ``loss.bound``, zero for padding; records are summed, never averaged. Scaling or adding to the returned value
+        changes nothing. Its value depends on the records and is not private.
+    """
+
+    def __init__(self, native: Any, loss: Loss, engine: PrivacyEngine) -> None:
+        super().__init__()
+        self.native, self.loss = native, loss
+        self.__dict__["_engine"] = engine
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The displayed value: sum over records / expected batch size."""
+        if not (torch.is_grad_enabled() and logits.requires_grad):
+            return self.native(logits, target)
+        engine: PrivacyEngine = self.__dict__["_engine"]
+        mask = engine._begin_loss(logits)
+        detached = logits.detach()
+        gradient = self.loss.gradient(detached, target)
+        with torch.no_grad():
+            values = self.loss.values(detached, target)
+            if mask is not None:
+                keep = mask.to(gradient.device).view(-1, *(1,) * (gradient.dim() - 1)) > 0
+                gradient = torch.where(keep, gradient, torch.zeros_like(gradient))
+                values = torch.where(mask.to(values.device) > 0, values, torch.zeros_like(values))
+            value = values.sum() / engine.expected_batch_size
+        engine._claim(logits, gradient)
+        return _Summed.apply(logits, value, gradient, engine)  # type: ignore[return-value]
+
+    def extra_repr(self) -> str:
+        """Show the certified loss."""
+        return f"loss={self.loss}"

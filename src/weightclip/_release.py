@@ -1,0 +1,142 @@
+"""One step's release: sums of per-record gradients come in, (G + noise)/b goes out, nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from weightclip._streams import NOISE, Streams
+from weightclip.bounds import layer_rule
+from weightclip.certificate import Evaluation, Plan
+from weightclip.factors import Product
+from weightclip.mechanisms import Allocation
+
+_U = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Block:
+    """One trainable parameter: where it lies in the flat sum, and its layer."""
+
+    parameter: nn.Parameter
+    layer: int
+    beta: float  # native gradient times beta carries the layer's noise
+
+
+class Release:
+    """Holds the flat float32 sum of one step and turns it into the released gradient.
+
+    Formal guarantees:
+        With sensitivities Delta_k (rounding slack included) and scales s_k from the allocation,
+        sum_k Delta_k^2/s_k^2 = 1/sigma^2: all layers jointly are one Gaussian mechanism of multiplier sigma under
+        adding or removing one record. The divisor is the public expected batch size.
+    """
+
+    def __init__(self, plan: Plan, allocation: Allocation, sigma: float, batch: float, slack: Sequence[float]) -> None:
+        self.plan, self.allocation, self.sigma, self.batch, self.slack = plan, allocation, sigma, batch, list(slack)
+        self.blocks: list[Block] = []
+        self.dims: list[int] = []
+        for k, path in enumerate(plan.layers):
+            module = plan.model.get_submodule(path)
+            rule = layer_rule(module)
+            assert rule is not None
+            self.dims.append(rule.dimension(module))
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    beta = (plan.bounds.of("bias_scale", path) or 1.0) if name == "bias" else 1.0
+                    self.blocks.append(Block(parameter, k, beta))
+        first = self.blocks[0].parameter
+        wide = any(b.parameter.dtype == torch.float64 for b in self.blocks)
+        size = sum(b.parameter.numel() for b in self.blocks)
+        self.flat = torch.zeros(size, dtype=torch.float64 if wide else torch.float32, device=first.device)
+        self.noise = torch.empty_like(self.flat)
+        self.sums = self._views(self.flat)
+        self.draws = self._views(self.noise)
+        self.filled = [False] * len(self.blocks)
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        pieces = flat.split([b.parameter.numel() for b in self.blocks])
+        return [v.view(b.parameter.shape) for v, b in zip(pieces, self.blocks, strict=True)]
+
+    def clear(self) -> None:
+        """Forget the sum of an abandoned or released step."""
+        self.filled = [False] * len(self.blocks)
+
+    def take(self, index: int) -> None:
+        """Move one parameter's freshly accumulated gradient into the sum; ``.grad`` is left empty."""
+        parameter = self.blocks[index].parameter
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        if self.filled[index]:
+            self.sums[index].add_(gradient)
+        else:
+            self.sums[index].copy_(gradient)
+            self.filled[index] = True
+
+    def sensitivities(self, evaluations: dict[str, Evaluation]) -> Tensor:
+        """Delta_k of every layer, slack included: one float64 vector on the parameters' device."""
+        values = [e.sensitivity for e in evaluations.values()]
+        parts = [torch.as_tensor(v, dtype=torch.float64, device=self.flat.device) for v in values]
+        return torch.stack(parts) * torch.tensor(self.slack, dtype=torch.float64, device=self.flat.device)
+
+    def scales(self, sensitivities: Tensor) -> Tensor:
+        """s_k of every layer."""
+        return self.allocation.scales(sensitivities, self.dims, self.sigma)
+
+    def release(self, sensitivities: Tensor, streams: Streams, step: int) -> None:
+        """Set every ``parameter.grad`` to (G + s_k N(0, I))/b; parameters without a gradient get pure noise."""
+        for view, filled in zip(self.sums, self.filled, strict=True):
+            if not filled:
+                view.zero_()
+        if self.sigma > 0:
+            scales = self.scales(sensitivities)
+            streams.normal_(self.noise, NOISE, step)
+            if self.flat.device.type == "cpu":
+                values = scales.tolist()
+                torch._foreach_mul_(self.draws, [values[b.layer] / b.beta for b in self.blocks])
+            else:  # the scales stay on the device: nothing waits
+                for view, block in zip(self.draws, self.blocks, strict=True):
+                    view.mul_(scales[block.layer] / block.beta)
+            self.flat.add_(self.noise)
+        self.flat.div_(self.batch)
+        for view, block in zip(self.sums, self.blocks, strict=True):
+            block.parameter.grad = view.to(block.parameter.dtype)
+        self.clear()
+
+
+def largest_batch(batch: float, q: float, n: int) -> int:
+    """b_max: exceeded by a Poisson draw with probability below 1e-25 (Bernstein), a public constant.
+
+    The mean of the draw is q n; b is its declared value. A declaration more than half too small is not believed.
+    """
+    mean = 1.5 * batch if q * n <= 1.5 * batch else 2.0 ** math.ceil(math.log2(q * n) + 1)
+    return math.ceil(mean + 12 * math.sqrt(mean) + 80)
+
+
+def sum_slack(plan: Plan, product: Product, b_max: int, physical: int | None) -> list[float]:
+    """Per layer, the factor 1 + 2 n 2^-24 b_max by which rounding of the sum over records can move it (SOUNDNESS 6).
+
+    n counts float32 roundings between one record's product and the sum: with float64 products only the final rounding
+    of each physical batch and the additions of batches and uses; with float32 products every addend inside a chunk.
+    """
+    pieces = 1 if physical is None else math.ceil(b_max / physical)
+    slack = []
+    for uses in plan.layers.values():
+        n = pieces * len(uses) + 2
+        if product.dtype != torch.float64:
+            rows = product.chunk or (physical or b_max)
+            n += max(rows * _positions(plan, i) for i in uses) + 1
+        slack.append(1 + 2 * n * _U * b_max)
+    return slack
+
+
+def _positions(plan: Plan, index: int) -> int:
+    """Summands one record contributes to one entry of the weight gradient."""
+    op = plan.graph.nodes[index].op
+    out = op.out_shape
+    return math.prod(out[1:]) if len(out) > 1 and "Conv" in op.kind else max(1, math.prod(out) // max(1, out[-1]))

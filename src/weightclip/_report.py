@@ -1,0 +1,81 @@
+"""The privacy statement of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightclip.certificate import Certificate
+from weightclip.mechanisms import joint_multiplier
+
+if TYPE_CHECKING:
+    from weightclip.engine import PrivacyEngine
+
+NOT_COVERED = (
+    "values of the training loss or accuracy shown during training",
+    "initial weights, frozen parts, shapes and feature statistics, where they come from private data",
+    "hyper-parameter search on the private data, unless its cost is accounted (accounting.search_cost)",
+    "errors, timing and memory use that depend on records",
+    "bit patterns of floating-point noise, unless the release is rounded to a grid",
+    "other computations of the training loop on the records",
+)
+
+
+def with_slack(certificate: Certificate, slack: Sequence[float]) -> Certificate:
+    """The certificate with the rounding slack of each layer in its sensitivities."""
+    rows = (replace(row, sensitivity=row.sensitivity * s) for row, s in zip(certificate.rows, slack, strict=True))
+    return replace(certificate, rows=tuple(rows))
+
+
+def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]:
+    """See :meth:`weightclip.PrivacyEngine.report`."""
+    certificate = engine.certificate()
+    values = torch.tensor([r.sensitivity for r in certificate.rows], dtype=torch.float64)
+    scales = engine._release.allocation.scales(values, engine._release.dims, engine.noise_multiplier)
+    delta = delta if delta is not None else getattr(engine, "target_delta", None)
+    epsilon = engine.get_epsilon(delta) if delta is not None else None
+    return {
+        "library": {"weightclip": _version("weightclip"), "torch": str(torch.__version__),
+                    "dp-accounting": _version("dp-accounting")},
+        "adjacency": engine.adjacency.name,
+        "accountant": engine.accountant,
+        "public": {
+            "noise_multiplier": engine.noise_multiplier, "sample_rate": engine.loader.sample_rate,
+            "expected_batch_size": engine.expected_batch_size, "steps": engine.steps, "budget_steps": engine.budget,
+            "largest_batch_for_rounding": engine.b_max, "norm_exponent": _number(float(engine.bounds.p)),
+            "allocation": repr(engine._release.allocation), "bounds": repr(engine.bounds),
+            "loss": repr(engine.criterion.loss), "loss_bound": engine.plan.loss_bound,
+        },
+        "mechanisms": [
+            {"kind": m.kind, "sigma": m.sigma, "q": m.q, "steps": m.steps, "label": m.label,
+             "epsilon": None if epsilon is None else _number(epsilon)}
+            for m in engine.mechanisms()
+        ],
+        "delta": delta,
+        "epsilon": None if epsilon is None else _number(epsilon),
+        "layers": [
+            {"name": row.name, "sensitivity": row.sensitivity, "noise": float(s), "parameters": row.parameters,
+             "gain": _number(row.gain), "input_bound": _number(row.input_bound),
+             "cotangent_bound": _number(row.cotangent_bound)}
+            for row, s in zip(certificate.rows, scales, strict=True)
+        ],
+        "joint_multiplier": float(joint_multiplier(values, scales)) if engine.noise_multiplier > 0 else 0.0,
+        "secure_noise": engine.streams.is_secure,
+        "not_covered": list(NOT_COVERED),
+    }  # fmt: skip
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else "inf"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,119 @@
+"""Checks before any step: each problem is one clear error."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from weightclip.errors import ContractError, WeightclipError
+
+
+def check_model(model: nn.Module) -> torch.device:
+    """Trainable, finite, float32 or float64, on one device, not distributed; returns the device."""
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ContractError(
+            f"{type(model).__name__} averages raw gradients before the noise: make the plain model private instead."
+        )
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise WeightclipError("the model has no parameters: nothing to train.")
+    trainable = {k: p for k, p in parameters.items() if p.requires_grad}
+    if not trainable:
+        raise WeightclipError("every parameter is frozen: call requires_grad_(True) on what should be trained.")
+    devices = {p.device for p in parameters.values()} | {b.device for b in model.buffers()}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise WeightclipError(f"the model lies on several devices ({names}): move it to one with model.to(device).")
+    for name, p in parameters.items():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise WeightclipError(f"parameter '{name}' has no shape yet: run one forward pass on a public input first.")
+        if p.requires_grad and p.dtype not in (torch.float32, torch.float64):
+            raise WeightclipError(f"parameter '{name}' is {p.dtype}: keep parameters in float32 and use autocast.")
+        if not torch.isfinite(p).all():
+            raise WeightclipError(f"parameter '{name}' holds NaN or infinite values: initialise it anew.")
+    return next(iter(devices))
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The user's own optimiser, over exactly the trainable parameters of the model."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ContractError("LBFGS evaluates the loss several times a step: use SGD, Adam or another optimiser.")
+    ours = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for key, name in ours.items() if key not in theirs]
+    if missing:
+        raise WeightclipError(
+            f"parameter '{missing[0]}' is trainable but not in the optimizer: add it, or freeze it with "
+            "requires_grad_(False)."
+        )
+    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
+    if theirs - set(ours) - frozen:
+        raise WeightclipError("the optimizer holds parameters that are not the model's: give it model.parameters().")
+
+
+def check_numbers(noise_multiplier: float, batch: float) -> None:
+    """sigma >= 0, b > 0."""
+    if isinstance(noise_multiplier, bool) or not noise_multiplier >= 0 or noise_multiplier == float("inf"):
+        raise WeightclipError(f"noise_multiplier must be a number >= 0, got {noise_multiplier!r}.")
+    if not batch > 0:
+        raise WeightclipError(f"expected_batch_size must be positive, got {batch!r}.")
+
+
+def check_labels(dataset: Any, output_shape: tuple[int, ...], loss: Any) -> None:
+    """Class indices within the model's outputs, where the data set is a table of tensors (a check on private data)."""
+    if not isinstance(dataset, TensorDataset) or len(dataset.tensors) != 2 or not hasattr(loss, "smoothing"):
+        return
+    labels = dataset.tensors[1]
+    if labels.is_floating_point() or not output_shape or labels.numel() == 0:
+        return
+    valid = labels[labels != getattr(loss, "ignore_index", -100)]
+    if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= output_shape[0]):
+        raise WeightclipError(
+            f"labels lie in [{int(valid.min())}, {int(valid.max())}] but the model has {output_shape[0]} outputs: "
+            f"relabel to 0..{output_shape[0] - 1} or widen the last layer."
+        )
+
+
+def check_records(model: nn.Module, example: tuple[Any, ...]) -> None:
+    """Perturb one record of a random public batch: no other record's output may move (SOUNDNESS section 1, step 2)."""
+    generator = torch.Generator().manual_seed(0)
+    base, other = [], []
+    for a in example:
+        if isinstance(a, Tensor) and a.is_floating_point():
+            x = torch.randn((3, *a.shape[1:]), generator=generator, dtype=torch.float32).to(a.device, a.dtype)
+            y = x.clone()
+            y[2] = 3 * torch.randn(a.shape[1:], generator=generator, dtype=torch.float32).to(a.device, a.dtype)
+        elif isinstance(a, Tensor):
+            x = torch.zeros((3, *a.shape[1:]), dtype=a.dtype, device=a.device)
+            y = x.clone()
+            y[2] = 1
+        else:
+            x = y = a
+        base.append(x)
+        other.append(y)
+    was = {m: m.training for m in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            first, second = model(*base), model(*other)
+    except (RuntimeError, IndexError):
+        return  # shapes beyond those certified, or token ids outside the table: the graph's own checks stand
+    finally:
+        for module, mode in was.items():
+            module.training = mode
+    if isinstance(first, Tensor) and not torch.allclose(first[:2], second[:2], rtol=1e-4, atol=1e-5, equal_nan=True):
+        raise ContractError("the model mixes records: changing one record of a batch changed another one's output.")
+
+
+def refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Closures recompute raw gradients after the noise; a gradient scaler skips steps by the data."""
+    step = inspect.signature(type(optimizer).step).parameters
+    closure = args[0] if args else kwargs.get("closure")
+    if closure is not None and "closure" in step:
+        raise ContractError("optimizer.step(closure) would recompute gradients without noise: call step() alone.")
+    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+        raise ContractError("GradScaler skips steps depending on the data: use bfloat16 autocast without a scaler.")

@@ -1,0 +1,29 @@
+"""What one operator does to norms: the rule book, and certified operator norms."""
+
+from weightclip.bounds import _elementwise as _elementwise  # rules register themselves on import
+from weightclip.bounds import _merge as _merge
+from weightclip.bounds import _normalise as _normalise
+from weightclip.bounds import _pool as _pool
+from weightclip.bounds import _shape as _shape
+from weightclip.bounds._conv import kernel_overlap as kernel_overlap
+from weightclip.bounds._dense import positions as positions
+from weightclip.bounds._layer import LayerRule as LayerRule
+from weightclip.bounds._layer import Numerics as Numerics
+from weightclip.bounds._layer import layer_rule as layer_rule
+from weightclip.bounds._layer import register_layer as register_layer
+from weightclip.bounds._layer_norms import layer_norm_tensor as layer_norm_tensor
+from weightclip.bounds._layer_norms import operator_norm_bound as operator_norm_bound
+from weightclip.bounds._operator_norms import dense_norm as dense_norm
+from weightclip.bounds._rule import Edge as Edge
+from weightclip.bounds._rule import Effect as Effect
+from weightclip.bounds._rule import Op as Op
+from weightclip.bounds._rule import Rule as Rule
+from weightclip.bounds._rule import Scalar as Scalar
+from weightclip.bounds._rule import Shape as Shape
+from weightclip.bounds._rule import least as least
+from weightclip.bounds._rule import module_rule as module_rule
+from weightclip.bounds._rule import operator_rule as operator_rule
+from weightclip.bounds._rule import plus as plus
+from weightclip.bounds._rule import register_rule as register_rule
+from weightclip.bounds._rule import root as root
+from weightclip.bounds._rule import times as times

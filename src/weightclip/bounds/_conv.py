@@ -1,0 +1,74 @@
+"""Convolutions in one, two and three dimensions, plain and transposed."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from weightclip.bounds._conv_norms import overlap
+from weightclip.bounds._layer import LayerRule, Numerics, bias_norm, pythagoras, register_layer
+from weightclip.bounds._layer_norms import layer_norm_tensor
+from weightclip.bounds._rule import Op, Scalar, plus, times
+
+
+def kernel_overlap(module: _ConvNd) -> int:
+    """m: in how many output positions one input entry meets the same kernel entry's residue class (SOUNDNESS 3)."""
+    return overlap(module.kernel_size, module.stride, module.dilation)
+
+
+class ConvRule(LayerRule):
+    """gain: least certified bound; a = sqrt(m X^2 + beta^2 P), P the output positions."""
+
+    in_product = True
+
+    def check(self, module: nn.Module, op: Op) -> None:
+        """Reflect and replicate padding have no rule (circular is checked by the norm itself)."""
+        conv = cast(_ConvNd, module)
+        if conv.padding_mode not in ("zeros", "circular"):
+            raise op.refuse(f"padding_mode='{conv.padding_mode}' has no rule", "use padding_mode='zeros'")
+        if len(op.shapes[0]) != len(conv.kernel_size) + 1:
+            raise op.refuse("the input has no record dimension", "pass batches: records on dimension 0")
+
+    def gain(self, module: nn.Module, op: Op, p: float, numerics: Numerics) -> Scalar:
+        """Certified operator norm of the kernel as cast, at the certified input size."""
+        conv = cast(_ConvNd, module)
+        fan = math.prod(conv.kernel_size) * max(conv.in_channels, conv.out_channels) // conv.groups
+        rank = min(conv.out_channels, conv.in_channels * math.prod(conv.kernel_size)) // conv.groups
+        dft = getattr(module, "_wc_dft", True)
+        norm = layer_norm_tensor(module, p, op.shapes[0][1:], dtype=numerics.weights, use_dft=dft)
+        return norm * numerics.inflate(fan, rank)
+
+    def output(self, module: nn.Module, op: Op, gain: Scalar, x: Scalar) -> Scalar:
+        """c X + sqrt(P) ||bias||."""
+        return plus(times(gain, x), times(math.sqrt(math.prod(op.out_shape[1:])), bias_norm(module)))
+
+    def factor(self, module: nn.Module, op: Op, x: Scalar, beta: float, p: float) -> Scalar:
+        """2 -> 2 sqrt(m X^2 + beta^2 P); 2 -> inf sqrt(X^2 + beta^2) (one patch); 2 -> 1 times sqrt(c_out P)."""
+        conv = cast(_ConvNd, module)
+        count = math.prod(op.out_shape[1:])
+        if math.isinf(p):
+            return pythagoras(module, x, beta)
+        a2 = pythagoras(module, times(math.sqrt(kernel_overlap(conv)), x), beta * math.sqrt(count))
+        return times(math.sqrt(conv.out_channels * count), a2) if p == 1 else a2
+
+
+class ConvTransposeRule(ConvRule):
+    """Same m and factors; the operator is the transpose of a convolution."""
+
+    in_product = True
+
+    def factor(self, module: nn.Module, op: Op, x: Scalar, beta: float, p: float) -> Scalar:
+        """Fallbacks of SOUNDNESS 3: a^(inf) <= a^(2), a^(1) <= sqrt(numel) a^(2)."""
+        conv = cast(_ConvTransposeNd, module)
+        count = math.prod(op.out_shape[1:])
+        a2 = pythagoras(module, times(math.sqrt(kernel_overlap(conv)), x), beta * math.sqrt(count))
+        return times(math.sqrt(math.prod(op.out_shape)), a2) if p == 1 else a2
+
+
+for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+    register_layer(_kind, ConvRule())
+for _kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
+    register_layer(_kind, ConvTransposeRule())

@@ -1,0 +1,124 @@
+"""Rules of pooling and of reductions inside a record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from weightclip.bounds._conv_norms import overlap
+from weightclip.bounds._rule import Effect, Op, register_rule
+from weightclip.bounds._shape import axis
+
+aten = torch.ops.aten
+
+
+def _tuple(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * rank if len(values) == 1 else values
+
+
+def _window(op: Op, rank: int):
+    kernel = _tuple(op.arg(1, "kernel_size"), rank)
+    stride = _tuple(op.arg(2, "stride", None) or kernel, rank)
+    return kernel, stride
+
+
+@register_rule(aten.max_pool1d)
+@register_rule(aten.max_pool2d)
+@register_rule(aten.max_pool3d)
+def _max_pool(op: Op, p: float) -> Effect:
+    rank = len(op.out_shape) - 1
+    kernel, stride = _window(op, rank)
+    dilation = _tuple(op.arg(4, "dilation", 1), rank)
+    if op.arg(5, "ceil_mode", False):
+        raise op.refuse("ceil_mode pooling has no rule", "set ceil_mode=False")
+    m = overlap(kernel, stride, dilation)
+    # an entry wins in at most m windows: p = 1 m, p = 2 sqrt(m), p = inf 1
+    return Effect(gains=(m if p == 1 else (1.0 if math.isinf(p) else math.sqrt(m)),))
+
+
+@register_rule(aten.avg_pool1d)
+@register_rule(aten.avg_pool2d)
+@register_rule(aten.avg_pool3d)
+def _avg_pool(op: Op, p: float) -> Effect:
+    rank = len(op.out_shape) - 1
+    kernel, stride = _window(op, rank)
+    padding = _tuple(op.arg(3, "padding", 0), rank)
+    if op.arg(4, "ceil_mode", False):
+        raise op.refuse("ceil_mode pooling has no rule", "set ceil_mode=False")
+    if any(padding) and not op.arg(5, "count_include_pad", True):
+        raise op.refuse("count_include_pad=False with padding has no rule", "set count_include_pad=True")
+    area = math.prod(kernel)
+    divisor = op.arg(6, "divisor_override", None) or area
+    return Effect(gains=(_averaging(p, overlap(kernel, stride, (1,) * rank), area, divisor),))
+
+
+def _averaging(p: float, m: int, area: int, divisor: float) -> float:
+    """Windows of ``area`` entries, each entry in at most m of them: rows sum to area/divisor, columns to m/divisor."""
+    if p == 1:
+        return m / divisor
+    return area / divisor if math.isinf(p) else math.sqrt(m * area) / divisor
+
+
+@register_rule(aten.adaptive_avg_pool1d)
+@register_rule(aten.adaptive_avg_pool2d)
+@register_rule(aten.adaptive_avg_pool3d)
+def _adaptive_avg_pool(op: Op, p: float) -> Effect:
+    ratios = [i / o for i, o in zip(op.shapes[0][1:], op.out_shape[1:], strict=True)]
+    if any(r != int(r) for r in ratios):
+        raise op.refuse("an adaptive pool whose output does not divide its input", "choose an output size that divides")
+    area = int(math.prod(ratios))
+    return Effect(gains=(_averaging(p, 1, area, area),))
+
+
+@register_rule(aten.adaptive_max_pool1d)
+@register_rule(aten.adaptive_max_pool2d)
+@register_rule(aten.adaptive_max_pool3d)
+def _adaptive_max_pool(op: Op, p: float) -> Effect:
+    if any(i % o for i, o in zip(op.shapes[0][1:], op.out_shape[1:], strict=False)):
+        raise op.refuse("an adaptive pool whose output does not divide its input", "choose an output size that divides")
+    return Effect(gains=(1.0,))
+
+
+def _reduced(op: Op) -> int:
+    """Entries that one output entry gathers; refuses to reduce over records."""
+    rank = len(op.shapes[0]) + 1
+    dims = op.arg(1, "dim", None)
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
+        raise op.refuse("it reduces over records", "reduce over the dimensions of one record only (dim=1 and up)")
+    places = [axis(op, d, rank) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
+    return math.prod(op.shapes[0][place - 1] for place in places)
+
+
+@register_rule(aten.mean)
+def _mean(op: Op, p: float) -> Effect:
+    n = _reduced(op)
+    return Effect(gains=(_averaging(p, 1, n, n),))
+
+
+@register_rule(aten.sum)
+def _sum(op: Op, p: float) -> Effect:
+    return Effect(gains=(_averaging(p, 1, _reduced(op), 1),))
+
+
+@register_rule(aten.amax)
+@register_rule(aten.amin)
+def _amax(op: Op, p: float) -> Effect:
+    _reduced(op)
+    return Effect(gains=(1.0,))
+
+
+@register_rule(aten.var)
+@register_rule(aten.std)
+@register_rule(aten.linalg_vector_norm)
+def _spread(op: Op, p: float) -> Effect:
+    _reduced(op)
+    return Effect(gains=(math.inf,))
+
+
+@register_rule(aten.batch_norm)
+@register_rule(aten.native_batch_norm)
+def _batch_norm(op: Op, p: float) -> Effect:
+    raise op.refuse("batch normalisation mixes records", "use weightclip.nn.SafeGroupNorm")

@@ -1,0 +1,304 @@
+"""The certificate: norms forward, Lipschitz constants backward, one sensitivity per layer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightclip._graph import Graph, trace
+from weightclip.bounds import Numerics, Scalar, least, plus, times
+from weightclip.config import Bounds
+from weightclip.errors import CertificationError
+from weightclip.losses import Loss, recognise
+
+_U = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer with trainable parameters. Bounds hold for every record, at the present weights."""
+
+    name: str
+    kind: str
+    gain: float
+    input_bound: float
+    cotangent_bound: float
+    sensitivity: float
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Sensitivities of the loss summed over records, before the division by the expected batch size.
+
+    Formal guarantees:
+        For every record (input within the enforced radii, any label), the l2 norm of its gradient of layer k, as the
+        engine forms it, is at most ``sensitivities[k]``: adding or removing one record moves the layer's summed
+        gradient by no more. Public inputs: the weights, the bounds, the shapes, the loss.
+    """
+
+    rows: tuple[Row, ...]
+    loss_bound: float
+    p: float
+
+    @property
+    def sensitivities(self) -> dict[str, float]:
+        """Module path -> Delta_k (weight and bias together)."""
+        return {row.name: row.sensitivity for row in self.rows}
+
+    def __str__(self) -> str:
+        head = ("layer", "type", "gain", "input", "cotangent", "sensitivity", "parameters")
+        cells = [
+            (r.name or "(model)", r.kind, *(f"{v:.4g}" for v in (r.gain, r.input_bound, r.cotangent_bound)),
+             f"{r.sensitivity:.4g}", f"{r.parameters:,}")
+            for r in self.rows
+        ]  # fmt: skip
+        widths = [max(len(row[i]) for row in [head, *cells]) for i in range(len(head))]
+        lines = ["  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
+                 for r in [head, *cells]]  # fmt: skip
+        joint = math.sqrt(sum(r.sensitivity**2 for r in self.rows))
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], f"joint sensitivity {joint:.4g}"])
+
+    def to_json(self) -> str:
+        """The certificate as JSON."""
+        return json.dumps({"p": self.p, "loss_bound": self.loss_bound, "layers": [asdict(r) for r in self.rows]})
+
+
+@dataclass
+class Evaluation:
+    """Bounds of one layer as numbers or 0-dim tensors, so that nothing waits for the device."""
+
+    gain: Scalar
+    x: Scalar
+    cotangent: Scalar
+    sensitivity: Scalar
+
+
+class Plan:
+    """The model's graph with the bounds laid on it; evaluated anew whenever weights change.
+
+    Args:
+        model: The model.
+        loss_bound: Bound of each record's gradient at the model's output, in the dual exponent of ``bounds.p``.
+        graph: Its graph.
+        bounds: What is enforced.
+    """
+
+    def __init__(self, model: nn.Module, graph: Graph, bounds: Bounds, loss_bound: float) -> None:
+        self.model, self.graph, self.bounds, self.loss_bound = model, graph, bounds, loss_bound
+        _refuse_shared(model)
+        self.layers = {
+            path: uses
+            for path, uses in graph.layers().items()
+            if any(q.requires_grad for q in model.get_submodule(path).parameters(recurse=False))
+        }
+        reached = {id(q) for path in self.layers for q in model.get_submodule(path).parameters(recurse=False)}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in reached:
+                raise CertificationError(
+                    f"parameter '{name}' is trainable but no certified layer uses it. Fix: freeze it "
+                    "(requires_grad_(False)) or use it through a layer weightclip knows."
+                )
+        if not self.layers:
+            raise CertificationError("the model has no trainable parameters: nothing to make private.")
+        self._static = {}
+        for i, node in enumerate(graph.nodes):
+            if node.rule is not None:
+                forward = node.rule(node.op, 2.0)
+                self._static[i] = (node.rule(node.op, bounds.p) if bounds.p != 2 else forward, forward)
+
+    def evaluate(self, numerics: Numerics, known: Mapping[str, Tensor] | None = None) -> dict[str, Evaluation]:
+        """Bounds of every trainable layer at the present weights.
+
+        Args:
+            numerics: How the passes round.
+            known: Certified l2 gains by path that need not be recomputed (weights unchanged since, or drift added).
+        """
+        gains, outputs = self._forward(numerics, known or {})
+        cotangents = self._backward(gains)
+        return {path: self._layer(path, uses, gains, outputs, cotangents) for path, uses in self.layers.items()}
+
+    def certificate(self, evaluations: dict[str, Evaluation], slack: float = 1.0) -> Certificate:
+        """The evaluation as numbers; ``slack`` multiplies every sensitivity (rounding of the sum over records)."""
+        rows = []
+        for path, e in evaluations.items():
+            node = self.graph.nodes[self.layers[path][0]]
+            assert node.layer is not None and node.op.module is not None
+            kind = getattr(type(node.op.module), "_wc_native", type(node.op.module)).__name__
+            rows.append(Row(path, kind, float(e.gain), float(e.x), float(e.cotangent), float(e.sensitivity) * slack,
+                            node.layer.dimension(node.op.module)))  # fmt: skip
+        return Certificate(tuple(rows), self.loss_bound, float(self.bounds.p))
+
+    def _forward(self, numerics: Numerics, known: Mapping[str, Tensor]):
+        """Per node: the gain of each edge (chain exponent), and an l2 bound of its output, as enforced."""
+        nodes, p = self.graph.nodes, self.bounds.p
+        project = self.bounds.projections()
+        gains: list[tuple[Scalar, ...]] = []
+        outputs: list[Scalar] = []
+        for i, node in enumerate(nodes):
+            if node.is_input:
+                radius = project.get("", math.inf)
+                outputs.append(radius * (1 + (math.prod(node.op.out_shape) + 8) * _U))
+                gains.append(())
+                continue
+            inputs = [outputs[e] for e in node.edges]
+            if node.op.path in project and node.op.path:
+                inputs = [least(x, project[node.op.path] * (1 + 1e-5)) for x in inputs]
+            if node.rule is not None:
+                chain, forward = self._static[i]
+                gains.append(chain.gains)
+                outputs.append(forward.output(inputs))
+                continue
+            assert node.layer is not None and node.op.module is not None
+            module, path = node.op.module, node.op.path
+            c2 = known[path] if path in known else node.layer.gain(module, node.op, 2, numerics)
+            gains.append((c2 if p == 2 else node.layer.gain(module, node.op, p, numerics),))
+            outputs.append(node.layer.output(module, node.op, c2, inputs[0]))
+        return gains, outputs
+
+    def _backward(self, gains: list[tuple[Scalar, ...]]) -> list[Scalar]:
+        """L at each node: the sum over its outgoing edges of L_u c_edge (edges, not users)."""
+        bound: list[Scalar] = [0.0] * len(self.graph.nodes)
+        bound[self.graph.output] = self.loss_bound
+        for i in reversed(range(len(self.graph.nodes))):
+            for edge, gain in zip(self.graph.nodes[i].edges, gains[i], strict=True):
+                bound[edge] = plus(bound[edge], times(bound[i], gain))
+        return bound
+
+    def _layer(self, path: str, uses: list[int], gains, outputs, cotangents) -> Evaluation:
+        bounds, p = self.bounds, self.bounds.p
+        radius, cotangent = bounds.of("layer_radius", path), bounds.of("cotangent_radius", path)
+        cap, beta = bounds.of("layer_cap", path), bounds.of("bias_scale", path) or 1.0
+        total: Scalar = 0.0
+        x_bound: Scalar = 0.0
+        l_bound: Scalar = 0.0
+        project = bounds.projections()
+        for i in uses:
+            node = self.graph.nodes[i]
+            assert node.layer is not None and node.op.module is not None
+            x = outputs[node.edges[0]]
+            if path in project and path:
+                x = least(x, project[path] * (1 + 1e-5))
+            module, op = node.op.module, node.op
+            a2, ap = (node.layer.factor(module, op, x, beta, e) for e in (2, p))
+            size = math.prod(op.out_shape)
+            enforced = 1 + (size + math.prod(op.shapes[0]) + 64) * _U  # norms and scales are float32
+            if radius is not None:
+                a2 = least(a2, radius * enforced)
+                ap = least(ap, radius * enforced * (math.sqrt(size) if p == 1 else 1.0))
+                x = least(x, radius)
+            options = [times(cotangents[i], ap)]
+            if cotangent is not None:
+                options.append(times(cotangent * enforced, a2))
+            if cap is not None:
+                options.append(cap * enforced)
+            delta = least(*options)
+            if isinstance(delta, float) and math.isinf(delta):
+                raise CertificationError(self._why_infinite(path, i, outputs, cotangents, gains))
+            total = plus(total, delta)
+            x_bound = _greatest(x_bound, x)
+            l_bound = _greatest(l_bound, cotangents[i] if cotangent is None else least(cotangents[i], cotangent))
+        return Evaluation(gains[uses[0]][0], x_bound, l_bound, total)
+
+    def _why_infinite(self, path: str, index: int, outputs, cotangents, gains) -> str:
+        """Name the node that has no finite bound, and the ways out."""
+        nodes = self.graph.nodes
+        radius = f"set Bounds.layer_radius for '{path}'"
+        if isinstance(outputs[nodes[index].edges[0]], float) and math.isinf(outputs[nodes[index].edges[0]]):
+            before = index
+            while nodes[before].edges:
+                infinite = [e for e in nodes[before].edges if isinstance(outputs[e], float) and math.isinf(outputs[e])]
+                if not infinite:
+                    op = nodes[before].op
+                    return (f"layer '{path}': its input has no bound, because node '{op.name}' ({op.kind}) has none. "
+                            f"Fix: {radius}, or put weightclip.nn.Project after that node.")  # fmt: skip
+                before = infinite[0]
+            return (f"layer '{path}': its input has no bound, because the model's input '{nodes[before].op.name}' has no "
+                    f"radius. Fix: set input_radius, or {radius}.")  # fmt: skip
+        for i in range(index + 1, len(nodes)):
+            if any(isinstance(g, float) and math.isinf(g) for g in gains[i]):
+                op = nodes[i].op
+                return (f"layer '{path}': the gradient that reaches it has no bound, because node '{op.name}' ({op.kind}) "
+                        f"has no finite gain. Fix: set Bounds.cotangent_radius for '{path}'.")  # fmt: skip
+        return f"layer '{path}' has no finite sensitivity. Fix: set layer_radius and cotangent_radius for it."
+
+
+def _greatest(a: Scalar, b: Scalar) -> Scalar:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        if any(isinstance(v, float) and math.isinf(v) for v in (a, b)):
+            return math.inf
+        like = a if isinstance(a, Tensor) else b
+        assert isinstance(like, Tensor)
+        return torch.maximum(torch.as_tensor(a, dtype=like.dtype, device=like.device),
+                             torch.as_tensor(b, dtype=like.dtype, device=like.device))  # fmt: skip
+    return max(a, b)
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    owner: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and owner.setdefault(id(parameter), path) != path:
+                raise CertificationError(
+                    f"parameter '{name}' is shared by modules '{owner[id(parameter)]}' and '{path}'. "
+                    "Fix: use the same module twice instead."
+                )
+
+
+def build_plan(model: nn.Module, loss: Loss, bounds: Bounds, example: Any) -> Plan:
+    """Trace the model on shapes like ``example`` and lay the bounds on its graph."""
+    bounds.check_names(model)
+    graph = trace(model, example)
+    loss_bound = loss.bound(graph.nodes[graph.output].op.out_shape, bounds.p)
+    return Plan(model, graph, bounds, loss_bound)
+
+
+def certify(
+    model: nn.Module,
+    loss: Any,
+    input_radius: float | None = None,
+    example: Any = None,
+    *,
+    bounds: Bounds | None = None,
+    numerics: Numerics | None = None,
+) -> Certificate:
+    """Certify a model: a row per layer with its gain, bounds and sensitivity.
+
+    Args:
+        model: The model. A model made private is certified under its engine's bounds.
+        loss: A torch loss, a loss of :mod:`weightclip.losses`, or the criterion the engine returned.
+        input_radius: Public l2 radius of each record's input (short for ``bounds=Bounds(input_radius=...)``).
+        example: A batch of inputs (or a tuple of them); only its shapes are read.
+        bounds: What is enforced besides.
+        numerics: How the passes round; float32 by default.
+
+    Formal guarantees:
+        See :class:`Certificate`. Adjacency: adding or removing one record.
+
+    Example:
+        >>> import torch, weightclip as wc
+        >>> model = torch.nn.Linear(3, 2)
+        >>> certificate = wc.certify(model, torch.nn.CrossEntropyLoss(), input_radius=1.0, example=torch.zeros(1, 3))
+        >>> round(certificate.sensitivities[""], 3)  # sqrt(2) * sqrt(1 + 1)
+        2.0
+    """
+    from weightclip.engine import engine_of
+
+    engine = engine_of(model)
+    if engine is not None and bounds is None:
+        return engine.certificate()
+    if example is None:
+        raise CertificationError("certify needs example=: a batch of inputs, of which only the shapes are read.")
+    bounds = bounds or Bounds()
+    if input_radius is not None:
+        bounds = Bounds(
+            **{**{f: getattr(bounds, f) for f in bounds.__dataclass_fields__}, "input_radius": input_radius}
+        )
+    plan = build_plan(model, recognise(loss), bounds, example)
+    return plan.certificate(plan.evaluate(numerics or Numerics()))

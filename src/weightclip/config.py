@@ -1,0 +1,90 @@
+"""What is public and enforced: the bounds a run is trained under."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from weightclip.clipping import Rescale, Strategy
+from weightclip.errors import WeightclipError
+from weightclip.factors import Product
+
+PerLayer = float | Mapping[str, float] | None
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Public bounds, each a number for every layer, a mapping {module name: number}, or None.
+
+    Attributes:
+        weight_norm: C. None leaves weights alone (cotangent bounds come from certified norms); otherwise ClipWeights at
+            ``make_private`` and after every step.
+        input_radius: Radius on which each record's model input is projected in the forward. A mapping projects the
+            input of the named modules ("" is the model itself).
+        layer_radius: X_k, enforced on (x, beta) inside the weight-gradient product only; the forward is unchanged.
+        cotangent_radius: R_k, enforced on each record's output gradient inside that product only.
+        bias_scale: beta. The bias gradient is multiplied by beta before the noise and divided by it after.
+        layer_cap: Cap on the norm of each record's gradient of the layer (exact for dense layers).
+        joint_cap: t_k of the joint cap over all layers: one scale per record for the whole gradient.
+        p: Exponent of the backward chain: 1, 2 or inf.
+        clip: How weights are brought to norm C.
+        refresh: Recompute certified norms every that many steps; in between the Frobenius drift bound is added.
+        spectral: Use the DFT bound of convolutions too (tighter, slower) where it applies.
+        product: Type and chunking of weight-gradient products (SOUNDNESS section 6).
+
+    Formal guarantees:
+        Every number here is a public constant: it must not be computed from the private records.
+    """
+
+    weight_norm: PerLayer = None
+    input_radius: PerLayer = None
+    layer_radius: PerLayer = None
+    cotangent_radius: PerLayer = None
+    bias_scale: float | Mapping[str, float] = 1.0
+    layer_cap: PerLayer = None
+    joint_cap: PerLayer = None
+    p: float = 2
+    clip: Strategy = field(default_factory=Rescale)
+    refresh: int = 1
+    spectral: bool = True
+    product: Product = field(default_factory=Product)
+
+    def __post_init__(self) -> None:
+        for name in ("weight_norm", "input_radius", "layer_radius", "cotangent_radius", "bias_scale", "layer_cap",
+                     "joint_cap"):  # fmt: skip
+            value = getattr(self, name)
+            for item in value.values() if isinstance(value, Mapping) else [value]:
+                if item is None:
+                    continue
+                if isinstance(item, bool) or not isinstance(item, (int, float)) or not item > 0 or math.isinf(item):
+                    raise WeightclipError(f"Bounds.{name} must be a positive number, got {item!r}.")
+        if self.p not in (1, 2, math.inf):
+            raise WeightclipError(f"Bounds.p must be 1, 2 or inf, got {self.p!r}.")
+        if not isinstance(self.refresh, int) or self.refresh < 1:
+            raise WeightclipError(f"Bounds.refresh must be a whole number of steps >= 1, got {self.refresh!r}.")
+
+    def of(self, name: str, path: str) -> float | None:
+        """The value of field ``name`` for the layer called ``path``."""
+        value = getattr(self, name)
+        if isinstance(value, Mapping):
+            return value.get(path, 1.0 if name == "bias_scale" else None)
+        return value
+
+    def check_names(self, model: nn.Module) -> None:
+        """Refuse names that no module of the model has."""
+        known = {path for path, _ in model.named_modules()}
+        for name in ("weight_norm", "input_radius", "layer_radius", "cotangent_radius", "bias_scale", "layer_cap",
+                     "joint_cap"):  # fmt: skip
+            value = getattr(self, name)
+            for path in value if isinstance(value, Mapping) else ():
+                if path not in known:
+                    raise WeightclipError(f"Bounds.{name} names '{path}', which is no module of the model.")
+
+    def projections(self) -> dict[str, float]:
+        """Module path -> radius of the projections in the forward."""
+        if self.input_radius is None:
+            return {}
+        return dict(self.input_radius) if isinstance(self.input_radius, Mapping) else {"": float(self.input_radius)}

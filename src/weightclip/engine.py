@@ -1,0 +1,372 @@
+"""PrivacyEngine: puts certified bounds, noise and accounting on the user's own model, optimiser, loader and loss."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from weightclip import _checkpoint, _report
+from weightclip._criterion import PrivateCriterion
+from weightclip._gains import Gains, WeightClipper, numerics_for
+from weightclip._gate import InputProjection, OutputGate
+from weightclip._release import Release, largest_batch, sum_slack
+from weightclip._streams import Streams
+from weightclip._validate import (
+    check_labels,
+    check_model,
+    check_numbers,
+    check_optimizer,
+    check_records,
+    refuse_closure,
+)
+from weightclip.accounting import Adjacency, Mechanism, calibrate_sigma, epsilon
+from weightclip.certificate import Certificate, Evaluation, Plan, build_plan
+from weightclip.config import Bounds
+from weightclip.errors import BudgetSpent, ContractError, WeightclipError
+from weightclip.factors import make_layer_plain, make_layer_private
+from weightclip.losses import recognise
+from weightclip.mechanisms import Allocation, Equal
+from weightclip.sampling import BatchInfo, PoissonLoader
+
+
+class PrivacyEngine:
+    """Trains a model with differential privacy, at the speed and memory of ordinary training.
+
+    Args:
+        accountant: "pld" (tight, default) or "rdp" (as in the paper).
+
+    Formal guarantees:
+        After T calls of ``optimizer.step()`` that released a gradient, everything released (the weights after every
+        step, and ``p.grad`` after each) is (epsilon, delta)-DP with ``get_epsilon(delta)``, for data sets that differ by
+        adding or removing one record (or replacing one, if asked). Public: initial weights, shapes, bounds, sampling
+        rate q, expected batch size b, number of steps. Not covered: values of the training loss, anything else the
+        loop computes from the records. See ``report()["not_covered"]``.
+    """
+
+    def __init__(self, accountant: str = "pld") -> None:
+        if accountant not in ("pld", "rdp"):
+            raise WeightclipError(f"accountant must be 'pld' or 'rdp', got {accountant!r}.")
+        self.accountant = accountant
+        self.model: nn.Module | None = None
+        self.steps = 0  # releases charged, also those of an abandoned branch of the run
+        self.budget: int | None = None
+
+    # -- putting the pieces on -------------------------------------------------------------------------------------
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: DataLoader,
+        criterion: Any,
+        noise_multiplier: float,
+        bounds: Bounds | None = None,
+        sample_rate: float | None = None,
+        expected_batch_size: float | None = None,
+        max_physical_batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        allocation: Allocation | None = None,
+        adjacency: Adjacency = Adjacency.ADD_OR_REMOVE_ONE,
+        example: Any = None,
+    ) -> tuple[nn.Module, torch.optim.Optimizer, PoissonLoader, PrivateCriterion]:
+        """Make training private with a given noise multiplier.
+
+        Args:
+            module: The model; the same object is returned, its layers changed in class only.
+            optimizer: Any torch optimiser but LBFGS, over the model's trainable parameters; hooked, not replaced.
+            data_loader: A loader over a map-style data set; its batches become Poisson samples.
+            criterion: A torch loss or one of :mod:`weightclip.losses`.
+            noise_multiplier: sigma; 0 means no noise and epsilon = inf.
+            bounds: What is enforced; by default each input is projected on the unit ball and weights are left alone.
+            sample_rate: q; by default batch_size/len(dataset), thereby declared public.
+            expected_batch_size: b, the public divisor; by default the loader's batch size (or q len(dataset)).
+            max_physical_batch_size: Larger draws are split; only the last piece's ``step()`` releases.
+            generator: Root seed for experiments; by default randomness comes from the operating system.
+            allocation: How noise is spread over layers; equal by default.
+            adjacency: Which data sets are neighbours.
+            example: A batch of inputs, if the model's input is not the first element of a batch; only shapes are read.
+
+        Returns:
+            (module, optimizer, loader, criterion).
+
+        Formal guarantees:
+            Those of the class, with multiplier ``noise_multiplier``.
+        """
+        if self.model is not None:
+            raise ContractError("this engine already trains a model: use a new PrivacyEngine.")
+        self.device = check_model(module)
+        check_optimizer(module, optimizer)
+        self.bounds = bounds or Bounds(input_radius=1.0)
+        self.streams = Streams.secure() if generator is None else Streams.seeded(generator)
+        self.loader = PoissonLoader(
+            data_loader, sample_rate=sample_rate, streams=self.streams, steps_left=self._steps_left,
+            max_physical_batch_size=max_physical_batch_size, on_batch=self._on_batch,
+        )  # fmt: skip
+        if expected_batch_size is None:
+            expected_batch_size = data_loader.batch_size if sample_rate is None else self.loader.expected_batch
+        self.expected_batch_size = float(expected_batch_size or 1)
+        self.noise_multiplier, self.adjacency = float(noise_multiplier), adjacency
+        check_numbers(self.noise_multiplier, self.expected_batch_size)
+        loss = recognise(criterion)
+        inputs = example if example is not None else _first_input(data_loader)
+        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        inputs = tuple(a.to(self.device) if isinstance(a, Tensor) else a for a in inputs)
+        self.plan: Plan = build_plan(module, loss, self.bounds, inputs)
+        output_shape = self.plan.graph.nodes[self.plan.graph.output].op.out_shape
+        check_labels(data_loader.dataset, output_shape, loss)
+        check_records(module, inputs)
+        self._clip = WeightClipper(module, self.bounds, list(self.plan.layers))
+        self._clip()
+        self._gains = Gains(self.plan, self.bounds.refresh)
+        self.b_max = largest_batch(self.expected_batch_size, self.loader.sample_rate, len(data_loader.dataset))  # type: ignore[arg-type]
+        slack = sum_slack(self.plan, self.bounds.product, self.b_max, max_physical_batch_size)
+        self._autocast: torch.dtype | None = None
+        self._evaluations = self._evaluate()  # refuses infinite sensitivities before anything is changed
+        self._release = Release(
+            self.plan, allocation or Equal(), self.noise_multiplier, self.expected_batch_size, slack
+        )
+        self._sensitivities = self._release.sensitivities(self._evaluations)
+        self.model, self.optimizer, self.criterion = module, optimizer, PrivateCriterion(criterion, loss, self)
+        self._reset_batch()
+        self._info: BatchInfo | None = None
+        self._skip = False
+        self._resumed = 0
+        self._install()
+        return module, optimizer, self.loader, self.criterion
+
+    def make_private_with_epsilon(
+        self, *, target_epsilon: float, target_delta: float, epochs: float, data_loader: DataLoader, **settings: Any
+    ) -> tuple[nn.Module, torch.optim.Optimizer, PoissonLoader, PrivateCriterion]:
+        """Make training private with a total budget: sigma is the smallest that keeps epsilon after ``epochs`` passes.
+
+        Takes every argument of :meth:`make_private` but ``noise_multiplier``. When the budget is spent the loader ends
+        with a warning and a further ``step()`` raises :class:`weightclip.BudgetSpent`.
+
+        Formal guarantees:
+            Those of the class, with ``get_epsilon(target_delta) <= target_epsilon`` however long the loop runs.
+        """
+        if "noise_multiplier" in settings:
+            raise WeightclipError("make_private_with_epsilon chooses noise_multiplier: use make_private to set it.")
+        if not epochs > 0:
+            raise WeightclipError(f"epochs must be positive, got {epochs!r}.")
+        q = _sample_rate(data_loader, settings.get("sample_rate"))
+        steps = max(1, round(epochs * max(1, round(1 / q))))
+        adjacency = settings.get("adjacency", Adjacency.ADD_OR_REMOVE_ONE)
+        n = len(data_loader.dataset)  # type: ignore[arg-type]
+        if 0 < target_delta < 1 and target_delta >= 1 / n:
+            warnings.warn(f"target_delta = {target_delta:g} is not below 1/{n}: choose it far smaller.", stacklevel=2)
+        sigma = calibrate_sigma(target_epsilon, target_delta, q, steps, accountant=self.accountant, adjacency=adjacency)
+        self.budget = steps
+        self.target_epsilon, self.target_delta = target_epsilon, target_delta
+        return self.make_private(data_loader=data_loader, noise_multiplier=sigma, **settings)
+
+    def _install(self) -> None:
+        assert self.model is not None
+        for path in self.plan.layers:
+            make_layer_private(
+                self.model.get_submodule(path), radius=self.bounds.of("layer_radius", path),
+                cotangent=self.bounds.of("cotangent_radius", path), cap=self.bounds.of("layer_cap", path),
+                beta=self.bounds.of("bias_scale", path) or 1.0, product=self.bounds.product,
+            )  # fmt: skip
+        self._gate = OutputGate(self)
+        projections = {"": math.inf, **self.bounds.projections()}
+        self._handles = [
+            self.model.get_submodule(path).register_forward_pre_hook(InputProjection(radius))
+            for path, radius in projections.items()
+        ]
+        self._handles.append(self.model.register_forward_hook(self._gate))
+        for index, block in enumerate(self._release.blocks):
+            block.parameter.grad = None
+            self._handles.append(
+                block.parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._release.take(i))
+            )
+        self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
+        self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a GradScaler reaches us
+
+    def detach(self) -> nn.Module:
+        """Take the engine off: hooks removed, layers back to their native classes, weights as they are."""
+        if self.model is None:
+            raise ContractError("this engine has no model yet: call make_private first.")
+        for handle in self._handles:
+            handle.remove()
+        for module in self.model.modules():
+            make_layer_plain(module)
+        del self.optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+        return self.model
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def _reset_batch(self) -> None:
+        self._graded: set[tuple[int, int]] = set()  # (draw, piece) whose loss was taken since the last release
+        self._backward_seen = False
+
+    def _steps_left(self) -> int | None:
+        return None if self.budget is None else max(0, self.budget - self.steps)
+
+    def _on_batch(self, info: BatchInfo) -> None:
+        complete = self._info is None or self._info.last
+        if info.piece == 0 and not complete:  # a draw was abandoned half-way: its sum is dropped, never released
+            self._release.clear()
+            self._reset_batch()
+        self._info = info
+        self._gate.claims.clear()
+
+    def _begin_loss(self, logits: Tensor) -> Tensor | None:
+        """Called by the criterion: checks the contract, brings the bounds up to date, returns the batch's mask."""
+        info = self._info
+        if info is None:
+            raise ContractError(
+                "the private criterion needs a batch of the private loader: iterate the returned loader."
+            )
+        if logits.shape[:1] != (info.rows,):
+            raise ContractError(
+                f"the model returned {tuple(logits.shape)} for {info.rows} records: pass the loader's batch unchanged."
+            )
+        if (info.draw, info.piece) in self._graded:
+            raise ContractError("the loss was already taken on this batch: one differentiable call per batch.")
+        if any(draw != info.draw for draw, _ in self._graded):
+            raise ContractError("two sampled batches in one step: call optimizer.step() after every batch.")
+        if self.budget is not None and self.steps >= self.budget:
+            raise BudgetSpent("the privacy budget is spent: no further step may be released.")
+        autocast = _autocast_dtype(self.device, logits)
+        if not self._graded or autocast not in (None, self._autocast):
+            self._autocast = autocast or self._autocast
+            self._evaluations = self._evaluate()
+            self._sensitivities = self._release.sensitivities(self._evaluations)
+            self._stop_on_nonfinite()
+            self._versions = [b.parameter._version for b in self._release.blocks]
+        self._graded.add((info.draw, info.piece))
+        return info.mask
+
+    def _stop_on_nonfinite(self) -> None:
+        often = self.device.type == "cpu" or self.steps % 64 == 0  # on a device this waits for it
+        if often and not bool(torch.isfinite(self._sensitivities).all()):
+            raise ContractError(
+                "weights are no longer finite: training stops here; the last saved checkpoint is untouched. "
+                "Lower the learning rate or set Bounds(weight_norm=...)."
+            )
+
+    def _claim(self, logits: Tensor, gradient: Tensor) -> None:
+        claims = self._gate.claims
+        if not claims:  # compiled model: put the gate on the logits themselves
+            logits.register_hook(lambda g: gradient.to(g.dtype))
+        elif not any(claim.take(logits, gradient) for claim in claims):
+            raise ContractError(
+                "the private criterion must get the model's output itself (views of it are fine): "
+                "move other operations into the model, where they can be certified."
+            )
+
+    def _begin_backward(self) -> None:
+        self._backward_seen = True
+        for block in self._release.blocks:
+            block.parameter.grad = None
+
+    def _evaluate(self) -> dict[str, Evaluation]:
+        for node in self.plan.graph.nodes:
+            if node.op.module is not None and not self.bounds.spectral:
+                node.op.module.__dict__["_wc_dft"] = False
+        numerics = numerics_for(self.device, self._autocast)
+        with torch.no_grad():
+            return self.plan.evaluate(numerics, self._gains.current(numerics))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_closure(args[1:] if args and args[0] is optimizer else args, kwargs, optimizer)
+        if self.budget is not None and self.steps >= self.budget:
+            raise BudgetSpent("the privacy budget is spent: no further step may be released.")
+        if not self._graded or not self._backward_seen:
+            raise ContractError("step() without a new batch: call loss(model(x), y).backward() on a batch first.")
+        assert self._info is not None
+        self._skip = not self._info.last
+        if self._skip:  # a piece of a larger draw: with no gradients the optimiser does nothing
+            for block in self._release.blocks:
+                block.parameter.grad = None
+            return
+        if self._versions != [b.parameter._version for b in self._release.blocks]:
+            raise ContractError("weights changed between the loss and step(): the certified bounds no longer hold.")
+        # charge first: an interruption after this line may waste budget but never hides a release
+        step, self.steps = self.steps, self.steps + 1
+        self._release.release(self._sensitivities, self.streams, step)
+
+    def _after_step(self, *_: Any) -> None:
+        if self._skip:
+            return
+        self._reset_batch()
+        self._gate.claims.clear()
+        self._clip()
+
+    # -- what was spent ---------------------------------------------------------------------------------------------
+
+    def mechanisms(self) -> list[Mechanism]:
+        """What was released so far, as the accountant sees it."""
+        if self.steps == 0:
+            return []
+        return [Mechanism("gaussian", sigma=self.noise_multiplier, q=self.loader.sample_rate, steps=self.steps,
+                          label="noisy gradients")]  # fmt: skip
+
+    def get_epsilon(self, delta: float) -> float:
+        """epsilon of everything released so far, at ``delta``."""
+        if self.model is None:
+            raise ContractError("this engine has no model yet: call make_private first.")
+        charged = delta - self.steps * 1e-25  # the chance that a draw exceeded b_max (rounding slack)
+        return epsilon(self.mechanisms(), charged, accountant=self.accountant, adjacency=self.adjacency)
+
+    def certificate(self) -> Certificate:
+        """The certificate at the present weights; its sensitivities carry the noise of the next step."""
+        evaluations = self._evaluate()
+        certificate = self.plan.certificate(evaluations)
+        return _report.with_slack(certificate, self._release.slack)
+
+    def report(self, delta: float | None = None) -> dict[str, Any]:
+        """A JSON-ready privacy statement: adjacency, public constants, mechanisms, sensitivities, what is not covered."""
+        return _report.privacy_report(self, delta)
+
+    # -- save and resume --------------------------------------------------------------------------------------------
+
+    def save(self, path: Any) -> None:
+        """Write weights, optimiser state and the accountant's ledger to a folder, atomically."""
+        _checkpoint.save(self, path)
+
+    def load(self, path: Any, *, exact: bool = False) -> None:
+        """Resume from :meth:`save`. By default with fresh noise, charging replayed steps again.
+
+        ``exact=True`` (only with ``generator=``) continues the very same noise and draws; the data set must be the same,
+        which is checked by a keyed hash.
+        """
+        _checkpoint.load(self, path, exact=exact)
+
+
+def _autocast_dtype(device: torch.device, logits: Tensor) -> torch.dtype | None:
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return logits.dtype if logits.dtype in (torch.bfloat16, torch.float16) else None
+
+
+def _sample_rate(data_loader: DataLoader, sample_rate: float | None) -> float:
+    probe = PoissonLoader(data_loader, sample_rate=sample_rate, streams=Streams.secure(), on_batch=lambda info: None)
+    return probe.sample_rate
+
+
+def _first_input(data_loader: DataLoader) -> Any:
+    record = data_loader.dataset[0]
+    batch = data_loader.collate_fn([record, record])
+    first = batch[0] if isinstance(batch, (tuple, list)) else batch
+    if not isinstance(first, Tensor):
+        raise WeightclipError(
+            "the model's input is not the first element of a batch: pass example= (a batch of inputs)."
+        )
+    return torch.zeros_like(first)
+
+
+def engine_of(model: nn.Module) -> PrivacyEngine | None:
+    """The engine that made a model private, if it is still there."""
+    for hook in model._forward_hooks.values():
+        if isinstance(hook, OutputGate) and hook.engine is not None:
+            return hook.engine()
+    return None

@@ -1,0 +1,65 @@
+"""The affine part of a normalisation layer: y = gamma * x + b per channel, with bounded factors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weightclip.factors._limits import masked, record_scale, squared_norm
+
+
+def _shaped(value: Tensor, like: Tensor, first: int) -> Tensor:
+    """A parameter viewed so that it broadcasts over (records, ...): its own dimensions start at ``first``."""
+    return value.reshape((1,) * first + tuple(value.shape) + (1,) * (like.dim() - first - value.dim()))
+
+
+def _reduce(value: Tensor, shape: torch.Size, first: int) -> Tensor:
+    """Sum over records and over every dimension the parameter does not have, in float64."""
+    dims = [d for d in range(value.dim()) if not first <= d < first + len(shape)]
+    return value.sum(dims, dtype=torch.float64).reshape(shape)
+
+
+class AffineFunction(torch.autograd.Function):
+    """gamma and b occupy dimensions ``first`` .. of the activation; records are dimension 0."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, weight, bias, limits, flags, beta, first):
+        """gamma * x + b."""
+        y = x * _shaped(weight, x, first).to(x.dtype)
+        return y if bias is None else y + _shaped(bias, x, first).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Keep what the backward needs."""
+        x, weight, bias, limits, flags, beta, first = inputs
+        ctx.save_for_backward(x, weight, limits)
+        ctx.settings = (flags, beta, first)
+
+    @staticmethod
+    def backward(ctx, d):
+        """Ordinary input gradient; parameter gradients from s_i delta_i."""
+        x, weight, limits = ctx.saved_tensors
+        flags, beta, first = ctx.settings
+        gw = gb = None
+        gx = d * _shaped(weight, d, first).to(d.dtype) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            scale = None
+            if flags:
+                dims = [k for k in range(1, x.dim()) if not first <= k < first + weight.dim()]
+                shared = 1
+                for k in dims:
+                    shared *= x.shape[k]
+                energy = x.float().square()
+                energy = energy.sum(dims) if dims else energy
+                bias_part = beta if ctx.needs_input_grad[2] else 0.0
+                # columns of different channels are disjoint: the parameter factor is the largest channel's norm
+                x_norm = (energy.flatten(1).amax(1) + bias_part**2 * shared).sqrt()
+                scale = record_scale(x_norm, squared_norm(d).sqrt(), limits, flags)
+            ds, xs = masked(d, scale, True), masked(x, scale, False)
+            if ctx.needs_input_grad[1]:
+                gw = _reduce(ds * xs, weight.shape, first).to(weight.dtype)
+            if ctx.needs_input_grad[2]:
+                gb = _reduce(ds, weight.shape, first).to(weight.dtype)
+        return gx, gw, gb, None, None, None, None

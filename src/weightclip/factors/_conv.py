@@ -1,0 +1,100 @@
+"""Convolutions, plain and transposed, with the weight gradient formed from scaled cotangents."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from weightclip.factors._limits import masked, record_scale, squared_norm
+
+
+def patch_counts(size: int, kernel: int, stride: int, dilation: int, padding: int, out: int, like: Tensor) -> Tensor:
+    """In how many patches each input place of one axis lies."""
+    places = torch.arange(size, device=like.device)[:, None] + padding
+    start = places - dilation * torch.arange(kernel, device=like.device)[None, :]
+    inside = (start >= 0) & (start % stride == 0) & (start < out * stride)
+    return inside.sum(1).to(torch.float32)
+
+
+def patch_norm_squared(x: Tensor, out: tuple[int, ...], kernel, stride, dilation, padding) -> Tensor:
+    """||U_i||_F^2 of each record's patch matrix, without forming it: squares weighted by patch counts."""
+    energy = (x if x.dtype == torch.float64 else x.float()).square().sum(1)  # records x spatial
+    for axis in reversed(range(len(out))):
+        counts = patch_counts(
+            x.shape[2 + axis], kernel[axis], stride[axis], dilation[axis], padding[axis], out[axis], x
+        ).to(energy.dtype)
+        energy = energy @ counts
+    return energy
+
+
+def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_padding) -> Tensor:
+    """Weight gradient of the batch from scaled cotangents, in ``dtype``, chunks summed in float64."""
+    stride, padding, dilation, groups = conf
+    d, x = masked(d, scale, True), masked(x, scale, False)
+    rows = x.shape[0] if chunk <= 0 else chunk
+    total: Tensor | None = None
+    for start in range(0, max(1, x.shape[0]), max(1, rows)):
+        part = torch.ops.aten.convolution_backward(
+            d[start : start + rows].to(dtype), x[start : start + rows].to(dtype), weight.to(dtype), None,
+            stride, padding, dilation, transposed, output_padding, groups, (False, True, False),
+        )[1]  # fmt: skip
+        total = part if total is None else total.double() + part
+    assert total is not None
+    return total
+
+
+class ConvFunction(torch.autograd.Function):
+    """Native convolution forward; backward with bounded factors in the weight gradient only."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x, weight, bias, limits, flags, beta, dtype, chunk, stride, padding, dilation, groups, transposed, extra
+    ):
+        """Native forward."""
+        return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, extra, groups)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Keep what the backward needs."""
+        x, weight, bias, limits, flags, beta, dtype, chunk, *conf = inputs
+        ctx.save_for_backward(x, weight, limits)
+        ctx.settings, ctx.conf = (flags, beta, dtype, chunk), conf
+
+    @staticmethod
+    def backward(ctx, d):
+        """Ordinary input gradient; weight gradient from s_i delta_i (SOUNDNESS section 4)."""
+        x, weight, limits = ctx.saved_tensors
+        flags, beta, dtype, chunk = ctx.settings
+        stride, padding, dilation, groups, transposed, extra = ctx.conf
+        gx = gw = gb = None
+        with torch.autocast(d.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                gx = torch.ops.aten.convolution_backward(
+                    d, x.to(d.dtype), weight.to(d.dtype), None, stride, padding, dilation, transposed, extra, groups,
+                    (True, False, False),
+                )[0].to(x.dtype)  # fmt: skip
+            if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+                scale = None
+                if flags:
+                    out, bias_part = d.shape[2:], beta if ctx.needs_input_grad[2] else 0.0
+                    kernel = weight.shape[2:]
+                    if transposed:
+                        m = math.prod(
+                            -(-k // (s // math.gcd(s, e))) for k, s, e in zip(kernel, stride, dilation, strict=True)
+                        )
+                        squares = m * squared_norm(x)
+                    else:
+                        squares = patch_norm_squared(x, tuple(out), kernel, stride, dilation, padding)
+                    x_norm = (squares + bias_part**2 * math.prod(out)).sqrt()
+                    scale = record_scale(x_norm, squared_norm(d).sqrt(), limits, flags)
+                if ctx.needs_input_grad[1]:
+                    conf = (stride, padding, dilation, groups)
+                    gw = conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, extra).to(weight.dtype)
+                if ctx.needs_input_grad[2]:
+                    channels_last = masked(d, scale, True).flatten(2).sum(2, dtype=torch.float64)
+                    gb = channels_last.sum(0).to(weight.dtype)
+        return gx, gw, gb, *([None] * 11)

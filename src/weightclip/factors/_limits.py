@@ -1,0 +1,98 @@
+"""Per-record scaling of the two factors of a weight gradient (SOUNDNESS section 4).
+
+The gradient of one record is delta (x) (x, beta): bounding both factors bounds it, and scaling delta by one number per
+record inside the product is all it takes. The scale never reaches the gradient that flows on to earlier layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+RADIUS, COTANGENT, CAP = 1, 2, 4  # bits: which of the limits are enforced
+_TINY = 1e-30  # floor under a norm before dividing by it: a zero record keeps scale one
+
+
+@dataclass(frozen=True)
+class Product:
+    """How the weight-gradient product is formed.
+
+    Attributes:
+        dtype: Type in which products and their sum over records are formed. float64 makes the rounding of the sum
+            over records negligible; float32 adds ``2 n 2^-24 b_max`` to every sensitivity (SOUNDNESS section 6).
+        chunk: Records per product; partial sums are added in float64. 0: one product for the whole batch.
+    """
+
+    dtype: torch.dtype = torch.float64
+    chunk: int = 0
+
+
+def record_scale(x_norm: Tensor | None, d_norm: Tensor | None, limits: Tensor, flags: int) -> Tensor | None:
+    """min(1, X/||x||) min(1, R/||delta||) min(1, cap/product), zero for non-finite records; (records,) or None.
+
+    Args:
+        x_norm: Norm of each record's input factor, beta row included.
+        d_norm: Norm of each record's cotangent.
+        limits: (3,) X_k, R_k, cap_k.
+        flags: Which limits are enforced.
+
+    Formal guarantees:
+        For every record, scale * x_norm * d_norm <= min(X, ...) * min(R, ...) and <= cap wherever those are enforced,
+        whatever the record; a record with a non-finite factor gets 0.
+    """
+    if flags == 0 or x_norm is None or d_norm is None:
+        return None
+    scale = torch.ones_like(d_norm)
+    if flags & RADIUS:
+        scale = scale * (limits[0] / x_norm.clamp(min=_TINY)).clamp(max=1)
+    if flags & COTANGENT:
+        scale = scale * (limits[1] / d_norm.clamp(min=_TINY)).clamp(max=1)
+    if flags & CAP:
+        scale = scale * (limits[2] / (scale * x_norm * d_norm).clamp(min=_TINY)).clamp(max=1)
+    # a product that underflows or overflows float32 is not finite here either and counts as zero
+    good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(scale)
+    return torch.where(good, scale, torch.zeros_like(scale))
+
+
+def masked(value: Tensor, scale: Tensor | None, times_scale: bool) -> Tensor:
+    """``value`` with non-contributing records set to zero exactly (0 * nan would not be), and scaled if asked."""
+    if scale is None:
+        return value
+    shape = (-1,) + (1,) * (value.dim() - 1)
+    factor = scale.view(shape)
+    result = value.float() * factor if times_scale else value
+    return torch.where(factor > 0, result, torch.zeros((), dtype=result.dtype, device=result.device))
+
+
+def squared_norm(value: Tensor) -> Tensor:
+    """Sum of squares of each record, in float32 or better."""
+    flat = value.flatten(1)
+    flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    return flat.square().sum(1)
+
+
+@dataclass
+class _Mode:
+    plain: bool = False
+
+
+_MODE = _Mode()
+
+
+@contextlib.contextmanager
+def plain_forward(model: nn.Module | None = None) -> Iterator[None]:
+    """Inside, private layers run their native forward and projections are off: for tracing."""
+    before, _MODE.plain = _MODE.plain, True
+    try:
+        yield
+    finally:
+        _MODE.plain = before
+
+
+def is_plain() -> bool:
+    """Whether native forwards were asked for."""
+    return _MODE.plain

@@ -1,0 +1,248 @@
+"""Native layers become private ones by a change of class: same object, same state_dict keys, same isinstance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weightclip import nn as wnn
+from weightclip.errors import CertificationError
+from weightclip.factors._affine import AffineFunction
+from weightclip.factors._conv import ConvFunction
+from weightclip.factors._dense import DenseFunction
+from weightclip.factors._embedding import EmbeddingFunction
+from weightclip.factors._limits import CAP, COTANGENT, RADIUS, Product, is_plain
+
+_INF = float("inf")
+
+
+class _Private:
+    """State of a private layer: limits travel with the module (a buffer that no state_dict shows)."""
+
+    _wc_native: type[nn.Module]
+    _wc_limits: Tensor
+    _wc_flags: int
+    _wc_beta: float
+    _wc_product: Product
+
+    def _get_name(self) -> str:
+        return self._wc_native.__name__
+
+    def _conf(self) -> tuple[Any, ...]:
+        return self._wc_limits, self._wc_flags, self._wc_beta, self._wc_product.dtype, self._wc_product.chunk
+
+
+class PrivateLinear(_Private, nn.Linear):
+    """nn.Linear with bounded factors in its weight gradient."""
+
+    _wc_native = nn.Linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Native forward."""
+        if is_plain():
+            return nn.Linear.forward(self, input)
+        return DenseFunction.apply(input, self.weight, self.bias, *self._conf())  # type: ignore[return-value]
+
+
+class _PrivateConv(_Private):
+    """Shared by the three convolutions."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Native forward; padding that convolution kernels do not know is done first, outside the product."""
+        if is_plain():
+            return self._wc_native.forward(self, input)  # type: ignore[arg-type]
+        conv: Any = self
+        padding = conv.padding
+        if conv.padding_mode != "zeros":
+            input = F.pad(input, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
+            padding = (0,) * len(conv.kernel_size)
+        elif isinstance(padding, str):
+            if padding == "same":
+                input = F.pad(input, conv._reversed_padding_repeated_twice)
+            padding = (0,) * len(conv.kernel_size)
+        zeros = (0,) * len(conv.kernel_size)
+        return ConvFunction.apply(  # type: ignore[return-value]
+            input, conv.weight, conv.bias, *self._conf(), conv.stride, padding, conv.dilation, conv.groups, False, zeros
+        )
+
+
+class PrivateConv1d(_PrivateConv, nn.Conv1d):
+    """nn.Conv1d with bounded factors."""
+
+    _wc_native = nn.Conv1d
+
+
+class PrivateConv2d(_PrivateConv, nn.Conv2d):
+    """nn.Conv2d with bounded factors."""
+
+    _wc_native = nn.Conv2d
+
+
+class PrivateConv3d(_PrivateConv, nn.Conv3d):
+    """nn.Conv3d with bounded factors."""
+
+    _wc_native = nn.Conv3d
+
+
+class _PrivateConvTranspose(_Private):
+    """Shared by the three transposed convolutions."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Native forward."""
+        if is_plain():
+            return self._wc_native.forward(self, input, output_size)  # type: ignore[arg-type]
+        conv: Any = self
+        axes = len(conv.kernel_size)
+        extra = conv._output_padding(
+            input, output_size, conv.stride, conv.padding, conv.kernel_size, axes, conv.dilation
+        )
+        return ConvFunction.apply(  # type: ignore[return-value]
+            input, conv.weight, conv.bias, *self._conf(), conv.stride, conv.padding, conv.dilation, conv.groups, True,
+            tuple(extra),
+        )  # fmt: skip
+
+
+class PrivateConvTranspose1d(_PrivateConvTranspose, nn.ConvTranspose1d):
+    """nn.ConvTranspose1d with bounded factors."""
+
+    _wc_native = nn.ConvTranspose1d
+
+
+class PrivateConvTranspose2d(_PrivateConvTranspose, nn.ConvTranspose2d):
+    """nn.ConvTranspose2d with bounded factors."""
+
+    _wc_native = nn.ConvTranspose2d
+
+
+class PrivateConvTranspose3d(_PrivateConvTranspose, nn.ConvTranspose3d):
+    """nn.ConvTranspose3d with bounded factors."""
+
+    _wc_native = nn.ConvTranspose3d
+
+
+class PrivateEmbedding(_Private, nn.Embedding):
+    """nn.Embedding with bounded factors."""
+
+    _wc_native = nn.Embedding
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Native forward."""
+        if is_plain():
+            return nn.Embedding.forward(self, input)
+        return EmbeddingFunction.apply(  # type: ignore[return-value]
+            input, self.weight, self._wc_limits, self._wc_flags, self.padding_idx, self._wc_product.dtype
+        )
+
+
+class _PrivateNorm(_Private):
+    """Shared by normalisation layers: the normalisation itself is native, its affine part is private."""
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        layer: Any = self
+        return layer.normalise(x)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Native forward."""
+        layer: Any = self
+        if is_plain() or layer.weight is None:
+            return self._wc_native.forward(self, input)  # type: ignore[arg-type]
+        first = input.dim() - layer.weight.dim() if hasattr(layer, "normalized_shape") else 1
+        limits, flags, beta, _, _ = self._conf()
+        x = self._normalised(input)
+        return AffineFunction.apply(x, layer.weight, layer.bias, limits, flags, beta, first)  # type: ignore[return-value]
+
+
+class PrivateSafeGroupNorm(_PrivateNorm, wnn.SafeGroupNorm):
+    """SafeGroupNorm with bounded factors."""
+
+    _wc_native = wnn.SafeGroupNorm
+
+
+class PrivateSafeInstanceNorm(_PrivateNorm, wnn.SafeInstanceNorm):
+    """SafeInstanceNorm with bounded factors."""
+
+    _wc_native = wnn.SafeInstanceNorm
+
+
+class PrivateSafeLayerNorm(_PrivateNorm, wnn.SafeLayerNorm):
+    """SafeLayerNorm with bounded factors."""
+
+    _wc_native = wnn.SafeLayerNorm
+
+
+class PrivateGroupNorm(_PrivateNorm, nn.GroupNorm):
+    """nn.GroupNorm with bounded factors."""
+
+    _wc_native = nn.GroupNorm
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        return F.group_norm(x, self.num_groups, None, None, self.eps)
+
+
+class PrivateLayerNorm(_PrivateNorm, nn.LayerNorm):
+    """nn.LayerNorm with bounded factors."""
+
+    _wc_native = nn.LayerNorm
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, None, None, self.eps)
+
+
+_SWAPS: dict[type, type] = {
+    c._wc_native: c
+    for c in (
+        PrivateLinear, PrivateConv1d, PrivateConv2d, PrivateConv3d, PrivateConvTranspose1d, PrivateConvTranspose2d,
+        PrivateConvTranspose3d, PrivateEmbedding, PrivateSafeGroupNorm, PrivateSafeInstanceNorm, PrivateSafeLayerNorm,
+        PrivateGroupNorm, PrivateLayerNorm,
+    )
+}  # fmt: skip
+
+
+def make_layer_private(
+    module: nn.Module,
+    *,
+    radius: float | None = None,
+    cotangent: float | None = None,
+    cap: float | None = None,
+    beta: float = 1.0,
+    product: Product | None = None,
+) -> None:
+    """Turn one native layer into its private form, in place, with the given limits (None: not enforced).
+
+    Formal guarantees:
+        The layer's weight gradient, for each record, is the native one times a number in [0, 1] such that the input
+        factor, the cotangent and their product respect the limits that are given. Its output and the gradient it passes
+        to earlier layers are the native ones.
+    """
+    kind = getattr(type(module), "_wc_native", type(module))
+    if kind not in _SWAPS:
+        raise CertificationError(
+            f"{kind.__name__} has no in-product form: cotangent_radius, layer_radius and caps need one. "
+            "Fix: use the torch layer itself rather than a subclass."
+        )
+    module.__class__ = _SWAPS[kind]
+    layer: Any = module
+    limits = torch.tensor([_INF if v is None else float(v) for v in (radius, cotangent, cap)])
+    device = next((q.device for q in module.parameters(recurse=False)), torch.device("cpu"))
+    module.register_buffer("_wc_limits", limits.to(device), persistent=False)
+    bits = ((RADIUS, radius), (COTANGENT, cotangent), (CAP, cap))
+    layer._wc_flags = sum(bit for bit, value in bits if value is not None)
+    layer._wc_beta, layer._wc_product = float(beta), product or Product()
+
+
+def make_layer_plain(module: nn.Module) -> None:
+    """Undo :func:`make_layer_private`."""
+    if isinstance(module, _Private):
+        native = module._wc_native
+        for name in ("_wc_flags", "_wc_beta", "_wc_product"):
+            module.__dict__.pop(name, None)
+        del module._wc_limits
+        module.__class__ = native  # type: ignore[assignment]
+
+
+def is_private(module: nn.Module) -> bool:
+    """Whether the layer has its private form."""
+    return isinstance(module, _Private)
