@@ -91,7 +91,7 @@ def draw(rng: random.Random, axes: int, *, string_padding: bool = True) -> Case:
         if string_padding and rng.random() < 0.2:
             padding = "same" if rng.random() < 0.5 else "valid"
             stride = (1,) * axes if padding == "same" else stride
-        pads = (0,) * axes if padding == "valid" else padding
+        pads = (0,) * axes if isinstance(padding, str) else padding
         if padding != "same" and any(
             n + 2 * e < d * (k - 1) + 1 for n, e, d, k in zip(size, pads, dilation, kernel, strict=True)
         ):
@@ -195,9 +195,7 @@ def test_circular_padding_against_the_matrix() -> None:
         truth = top(a)
         common = {**kwargs, "padding": pad, "padding_mode": "circular", "input_size": case.size}
         least = float(conv_norm(case.weight, **common))
-        dft = float(
-            dft_norm(case.weight, case.groups, case.dilation, case.size, stride=case.stride, circular=True)
-        )
+        dft = float(dft_norm(case.weight, case.groups, case.dilation, case.size, stride=case.stride, circular=True))
         assert dft >= truth and least >= truth, case
         assert float(conv_norm(case.weight, **common, use_dft=False)) >= truth, case
         assert float(conv_norm(case.weight, **common, p=1)) >= float(a.abs().sum(0).max()), case
@@ -274,7 +272,9 @@ def test_dft_at_n_plus_k_minus_1_misses_dilation() -> None:
         n = int(torch.randint(2, 7, (), generator=generator))
         w = torch.randn(1, 1, 3, generator=generator)
         truth = top(explicit(w, (n,), dilation=2, padding=4))
-        short = float(torch.fft.fft(_dilated(w[0, 0].double(), 2), n + 2).abs().max())  # kernel of 5 taps, size n + k − 1
+        short = float(
+            torch.fft.fft(_dilated(w[0, 0].double(), 2), n + 2).abs().max()
+        )  # kernel of 5 taps, size n + k − 1
         if n + 2 >= 5:
             deepest = min(deepest, short / truth)
         assert float(dft_norm(w, 1, 2, n)) >= truth
@@ -321,12 +321,12 @@ def test_transposed_convolution_against_the_matrix(axes: int, cases: int) -> Non
         rows = zip(size, case.stride, spans, pads, extra, strict=True)
         if any((n - 1) * s + w - 2 * e + o < 1 for n, s, w, e, o in rows):
             continue
-        kwargs = {**case.kwargs(), "output_padding": extra}
+        kwargs: dict = {**case.kwargs(), "output_padding": extra}
         x = basis(case.weight.shape[0], size)
         a = TRANSPOSE[axes](x, case.weight.double(), **kwargs).flatten(1).T
         truths = {1: a.abs().sum(0).max(), 2: top(a), math.inf: a.abs().sum(1).max(), -2: top(a)}
         for p, truth in truths.items():
-            sized = {"input_size": size} if p == -2 else {}
+            sized: dict = {"input_size": size} if p == -2 else {}
             bound = float(conv_transpose_norm(case.weight, **kwargs, p=abs(p), **sized))
             assert bound >= float(truth), (p, case, extra)
             ratios[p].append(float(truth) / bound if bound else 0.0)
