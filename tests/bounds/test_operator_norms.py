@@ -62,9 +62,9 @@ def test_gram_iteration_is_an_upper_bound_at_every_depth(dtype: torch.dtype) -> 
     assert flat > 0.999  # orthogonal matrices attain the factor, so it cannot be smaller
 
 
-def test_default_depth_is_within_one_in_a_hundred_thousand() -> None:
+def test_default_depth_is_within_one_in_ten_thousand() -> None:
     for w in matrices():
-        assert float(gram_iteration(w)) <= exact(w) * (1 + 1.1e-5)
+        assert float(gram_iteration(w)) <= exact(w) * (1 + 1.1e-4)
 
 
 def test_exponent_on_sigma_one_half() -> None:

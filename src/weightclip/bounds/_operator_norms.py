@@ -17,6 +17,7 @@ from torch import Tensor
 from weightclip.errors import CertificationError
 
 _U64 = 2.0**-53
+_TINY = 2.0**-1000  # divisor in place of 0: a zero matrix stays zero
 # Real products accumulate one rounding per term; a complex product does at most four times as much arithmetic.
 _COMPLEX = 4.0
 
@@ -71,7 +72,7 @@ def gram_iteration(weight: Tensor, iterations: int | None = None, dtype: torch.d
 
     Args:
         weight: ``(..., m, n)``, real or complex.
-        iterations: number J of products; None takes as many as bring the excess below 1e-5.
+        iterations: number J of products; None takes as many as bring the excess below 1e-4.
         dtype: float64, or float32 (faster; the margin is then of order rank · n · 2⁻²⁴).
 
     Returns:
@@ -86,7 +87,7 @@ def gram_iteration(weight: Tensor, iterations: int | None = None, dtype: torch.d
         weight = weight.mH
     k, n = weight.shape[-2:]
     if iterations is None:
-        iterations = max(1, math.ceil(math.log2(max(math.log(n), 1e-5) / 1e-5)) - 1)
+        iterations = max(1, math.ceil(math.log2(max(math.log(n), 1e-4) / 1e-4)) - 1)
     if iterations < 1:
         raise CertificationError(f"gram_iteration needs at least 1 iteration, got {iterations}")
 
@@ -99,7 +100,7 @@ def gram_iteration(weight: Tensor, iterations: int | None = None, dtype: torch.d
     f = f_0
     scales = []
     for j in range(iterations):
-        a = a / _nonzero(f)[..., None, None]
+        a = a / f.clamp_min(_TINY)[..., None, None]
         if j == 0:
             a = a.to(_match(dtype, a))
         a = a.mH @ a
@@ -109,8 +110,8 @@ def gram_iteration(weight: Tensor, iterations: int | None = None, dtype: torch.d
     for j in range(iterations - 1, -1, -1):
         terms = (k if j == 0 else n) + 8
         gamma = factor * (2.0 * operand + terms * u / (1.0 - terms * u)) * (1.0 + operand) * (1.0 + 8.0 * u)
-        b = (b + gamma).sqrt() + 2.0 * u  # of Â_j, and the rounding of its division by f (Frobenius norm 1)
-        b = b * (f_0 if j == 0 else scales[j - 1])
+        # 8u: the rounding of A_j/f, at most u in a matrix of Frobenius norm 1; (√x + 2u)² ≤ x + 8u.
+        b = (b + (gamma + 8.0 * u)).sqrt() * (f_0 if j == 0 else scales[j - 1])
     return _finish(b * (1.0 + (k * n + 64) * _U64), largest, f_0)
 
 
