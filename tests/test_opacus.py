@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from weightclip import accounting
 from weightclip.errors import WeightclipError
 from weightclip.published import OpacusDPSGD
 
@@ -56,7 +57,6 @@ def test_poisson_steps_epsilon_and_clean_model() -> None:
 
 
 def test_epsilon_agrees_with_our_accounting() -> None:
-    accounting = pytest.importorskip("weightclip.accounting")
     model, X, y = problem(40)
     trainer = OpacusDPSGD(model, 1.0, 1.2, batch_size=10).fit(X, y, steps=20)
     ours = accounting.epsilon(

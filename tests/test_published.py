@@ -9,6 +9,7 @@ import torch
 from scipy.stats import norm
 from torch import nn
 
+from weightclip import accounting
 from weightclip.errors import WeightclipError
 from weightclip.published import (
     PublishedDPSGD,
@@ -202,7 +203,6 @@ def test_flaw_1_one_added_record_rescales_everybody(ratio: float, moved: float) 
 
 def test_flaw_1_breaks_a_claim_of_epsilon_one() -> None:
     """One full-batch step at claimed epsilon 1, delta 1e-5: an exact threshold test proves epsilon >= 9.3."""
-    pytest.importorskip("weightclip.accounting")
     sigma, delta = 4.5, 1e-5
     assert claimed_epsilon(noise_multiplier=sigma, sample_rate=1.0, steps=1, delta=delta) <= 1.0
     layer, X, y = saturated_pair(8.7)
@@ -235,7 +235,6 @@ def test_flaw_2_layers_accounted_as_one() -> None:
 
 def test_flaw_2_claimed_and_true_epsilon_of_four_layers() -> None:
     """SOUNDNESS section 2: K = 4, q = .01, T = 2000, sigma = 1: 2.58 is claimed where 18.1 is true."""
-    accounting = pytest.importorskip("weightclip.accounting")
     mechanism = {"kind": "gaussian", "q": 0.01, "steps": 2000}
     claimed = accounting.epsilon([accounting.Mechanism(sigma=1.0, **mechanism)], 1e-5, accountant="pld")
     true = accounting.epsilon([accounting.Mechanism(sigma=0.5, **mechanism)], 1e-5, accountant="pld")
@@ -317,7 +316,6 @@ def test_flaw_9_layers_without_parameters_count_one() -> None:
 
 
 def test_everything_reported_is_a_claim() -> None:
-    pytest.importorskip("weightclip.accounting")
     X, y = blobs(40)
     for trainer in (
         PublishedLip(mlp(5, 2), noise_multiplier=1.0, batch_size=10, generator=generator()),
@@ -332,7 +330,6 @@ def test_everything_reported_is_a_claim() -> None:
 
 
 def test_claimed_epsilon_is_infinite_without_noise() -> None:
-    pytest.importorskip("weightclip.accounting")
     assert claimed_epsilon(noise_multiplier=0, sample_rate=0.1, steps=1, delta=1e-5) == math.inf
 
 

@@ -46,6 +46,9 @@ from weightclip._printed import dpsgd_step as dpsgd_step
 from weightclip._printed import lip_step as lip_step
 from weightclip._printed import power_iteration as power_iteration
 from weightclip._printed import published_sensitivities as published_sensitivities
+from weightclip._printed_stacked import stacked_clip_weights as stacked_clip_weights
+from weightclip._printed_stacked import stacked_lip_step as stacked_lip_step
+from weightclip._printed_stacked import stacked_poisson as stacked_poisson
 from weightclip.errors import WeightclipError
 
 CLAIM_NOTE = (
