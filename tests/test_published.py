@@ -11,6 +11,7 @@ from torch import nn
 
 from weightclip import accounting
 from weightclip.errors import WeightclipError
+from weightclip.models import MLP
 from weightclip.published import (
     PublishedDPSGD,
     PublishedLip,
@@ -307,9 +308,13 @@ def test_flaw_8_power_iteration_converges_from_below() -> None:
 
 
 def test_flaw_9_layers_without_parameters_count_one() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.GroupNorm(2, 8, affine=False), nn.GELU(), nn.Linear(8, 2))
+    model = MLP(8, (8,), 2, activation=nn.GELU, group_norm=2, alpha=1 / 64)
     gains = clip_weights(model, 1.0)
-    assert gains["1"] == gains["2"] == 1.0
+    assert gains["layers.1"] == gains["layers.2"] == 1.0
+    normalise = model.layers[1]
+    x, step = torch.zeros(1, 8), torch.tensor([[1e-3, -1e-3, 1e-3, -1e-3] * 2])
+    true = float((normalise(x + step) - normalise(x)).norm() / step.norm())
+    assert true == pytest.approx(64, rel=1e-3)  # the safe normalisation's gain is 1 / alpha
 
 
 # ---- naming and refusals ------------------------------------------------------------------------------------------
