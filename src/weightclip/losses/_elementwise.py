@@ -1,0 +1,224 @@
+"""Losses that are an average over a record's outputs: binary cross-entropy and the regression losses."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weightclip.errors import ContractError
+from weightclip.losses._base import (
+    Loss,
+    Shape,
+    Weights,
+    _check_cap,
+    _check_positive,
+    _freeze_weights,
+    _match_target,
+    _mean_rows,
+    _rows,
+)
+
+
+class _Average(Loss):
+    """A loss averaged over the n outputs of a record, each at most `_steepest()` steep: l2 ≤ that/√n (SOUNDNESS 3)."""
+
+    @abstractmethod
+    def _point(self, z: Tensor, y: Tensor) -> Tensor:
+        """Loss of each output."""
+
+    @abstractmethod
+    def _slope(self, z: Tensor, y: Tensor) -> Tensor:
+        """Its derivative in z."""
+
+    @abstractmethod
+    def _steepest(self) -> float:
+        """Upper bound of |slope|."""
+
+    def _labels(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets like z, and the validity of each record."""
+        y = _match_target(type(self).__name__, z, y)
+        finite = torch.isfinite(y)
+        return torch.where(finite, y, 0), _rows(finite).all(1)
+
+    def _values(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        y, ok = self._labels(z, y)
+        return _mean_rows(self._point(z, y)), ok
+
+    def _gradient(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        y, ok = self._labels(z, y)
+        return self._slope(z, y) / math.prod(z.shape[1:]), ok
+
+    def _bound(self, shape: Shape, p: float) -> float:
+        n = math.prod(shape)
+        return self._steepest() / {2: math.sqrt(n), math.inf: 1, 1: n}[p]
+
+
+@dataclass(frozen=True)
+class BCEWithLogits(_Average):
+    """Binary cross-entropy of one or more logits, targets in [0, 1] (anything else: the record contributes zero).
+
+    Attributes:
+        pos_weight: weight of the positive term, a number or one per output.
+        weight: weight of each output, a number or one per output (never per record).
+        cap: B, an l2 bound on each record's gradient. For a single logit the capped gradient is that of a Huberised
+            logistic loss and `values` is that loss; for several it is per-record clipping of a small vector.
+
+    Formal guarantees:
+        As `Loss`: one logit w·max(1, pos_weight); n averaged outputs: l2 1/√n, l1 1, l∞ 1/n of that.
+    """
+
+    pos_weight: Weights = None
+    weight: Weights = None
+    cap: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_cap("BCEWithLogits", self.cap)
+        for name in ("pos_weight", "weight"):
+            object.__setattr__(self, name, _freeze_weights("BCEWithLogits", name, getattr(self, name)))
+
+    def _values(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        y, ok = self._labels(z, y)
+        if self.cap is None or math.prod(z.shape[1:]) > 1:
+            return _mean_rows(self._point(z, y)), ok
+        # Linear with slope ±B outside the logits where the slope w·(σ·(1−y+πy) − πy) passes ±B (SOUNDNESS 5).
+        pi, w = self._weights(z)
+        span = (1 - y + pi * y).clamp(min=torch.finfo(z.dtype).tiny)
+        near = [torch.logit(((pi * y + b / w) / span).clamp(0, 1)) for b in (-self.cap, self.cap)]
+        core = torch.maximum(torch.minimum(z, near[1]), near[0])
+        return _mean_rows(self._point(core, y) + self.cap * (z - core).abs()), ok
+
+    def _point(self, z: Tensor, y: Tensor) -> Tensor:
+        pi, w = self._weights(z)
+        return w * ((1 - y) * z - (1 - y + pi * y) * F.logsigmoid(z))
+
+    def _slope(self, z: Tensor, y: Tensor) -> Tensor:
+        if self.pos_weight is None and self.weight is None:
+            return torch.sigmoid(z) - y
+        pi, w = self._weights(z)
+        return w * ((1 - y) * torch.sigmoid(z) - pi * y * torch.sigmoid(-z))
+
+    def _labels(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        y = _match_target("BCEWithLogits", z, y)
+        good = (y >= 0) & (y <= 1)
+        return torch.where(good, y, 0), _rows(good).all(1)
+
+    def _weights(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        shape = tuple(z.shape[1:])
+        return tuple(
+            _per_output(name, value, shape).to(z)
+            for name, value in (("pos_weight", self.pos_weight), ("weight", self.weight))
+        )  # type: ignore[return-value]
+
+    def _steepest(self) -> float:
+        raise NotImplementedError  # differs between outputs, see _bound
+
+    def _bound(self, shape: Shape, p: float) -> float:
+        n = math.prod(shape)
+        slopes = _per_output("weight", self.weight, shape) * _per_output("pos_weight", self.pos_weight, shape).clamp(
+            min=1
+        )
+        order = {2: 2, math.inf: 1, 1: math.inf}[p]
+        return float(torch.linalg.vector_norm(slopes.expand(shape).reshape(-1), ord=order)) / n
+
+
+def _per_output(name: str, weights: Weights, shape: Shape) -> Tensor:
+    """Weights that broadcast over one record's outputs; a shape that would reach the record dimension is refused."""
+    w = torch.tensor(1.0 if weights is None else weights, dtype=torch.float64)
+    while w.dim() > len(shape) and w.shape[0] == 1:
+        w = w.squeeze(0)
+    if w.dim() > len(shape) or any(a not in (1, b) for a, b in zip(reversed(w.shape), reversed(shape), strict=False)):
+        raise ContractError(
+            f"BCEWithLogits: {name} of shape {tuple(w.shape)} does not fit one record's outputs {shape}; "
+            "give a number or one per output"
+        )
+    return w
+
+
+@dataclass(frozen=True)
+class Huber(_Average):
+    """Huber loss: quadratic within `delta`, slope `delta` beyond; bound delta/√n in l2."""
+
+    delta: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_positive("Huber", delta=self.delta)
+
+    def _point(self, z: Tensor, y: Tensor) -> Tensor:
+        return F.huber_loss(z, y, reduction="none", delta=self.delta)
+
+    def _slope(self, z: Tensor, y: Tensor) -> Tensor:
+        return (z - y).clamp(-self.delta, self.delta)
+
+    def _steepest(self) -> float:
+        return self.delta
+
+
+@dataclass(frozen=True)
+class SmoothL1(_Average):
+    """Huber loss divided by its width: slope at most 1; bound 1/√n in l2."""
+
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_positive("SmoothL1", beta=self.beta)
+
+    def _point(self, z: Tensor, y: Tensor) -> Tensor:
+        return F.smooth_l1_loss(z, y, reduction="none", beta=self.beta)
+
+    def _slope(self, z: Tensor, y: Tensor) -> Tensor:
+        return ((z - y) / self.beta).clamp(-1, 1)
+
+    def _steepest(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class L1(_Average):
+    """Absolute error: bound 1/√n in l2."""
+
+    def _point(self, z: Tensor, y: Tensor) -> Tensor:
+        return (z - y).abs()
+
+    def _slope(self, z: Tensor, y: Tensor) -> Tensor:
+        return torch.sign(z - y)
+
+    def _steepest(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class MSE(_Average):
+    """Squared error with both sides bounded: targets are clamped, beyond the output bound the loss goes on linearly.
+
+    The slope 2(clamp(z) − clamp(y)) is that of a convex, once differentiable loss, so nothing is biased within the
+    bounds; put the target's public range in `target_bound`.
+
+    Attributes:
+        output_bound: Z, each output is taken as at most Z in absolute value.
+        target_bound: Y, each target is clamped to [−Y, Y].
+
+    Formal guarantees:
+        As `Loss`: 2(Z + Y) per output; n averaged outputs: l2 1/√n, l1 1, l∞ 1/n of that.
+    """
+
+    output_bound: float
+    target_bound: float
+
+    def __post_init__(self) -> None:
+        _check_positive("MSE", output_bound=self.output_bound, target_bound=self.target_bound)
+
+    def _point(self, z: Tensor, y: Tensor) -> Tensor:
+        r = self._slope(z, y) / 2
+        return r**2 + 2 * r * (z - z.clamp(-self.output_bound, self.output_bound))
+
+    def _slope(self, z: Tensor, y: Tensor) -> Tensor:
+        Z, Y = self.output_bound, self.target_bound
+        return 2 * (z.clamp(-Z, Z) - y.clamp(-Y, Y))
+
+    def _steepest(self) -> float:
+        return 2 * (self.output_bound + self.target_bound)

@@ -1,0 +1,88 @@
+"""From the user's criterion to a loss that knows its bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from weightclip.errors import ContractError
+from weightclip.losses._angular import MultiMargin
+from weightclip.losses._base import Loss
+from weightclip.losses._cross_entropy import CrossEntropy
+from weightclip.losses._elementwise import L1, BCEWithLogits, Huber, SmoothL1
+
+
+def _multi_margin(c: Any) -> Loss:
+    if c.p != 1:
+        raise ContractError("MultiMarginLoss with p = 2 has no gradient bound; use p=1")
+    return MultiMargin(margin=c.margin, class_weights=c.weight)
+
+
+_KNOWN: dict[type, Callable[[Any], Loss]] = {
+    nn.CrossEntropyLoss: lambda c: CrossEntropy(
+        smoothing=c.label_smoothing, class_weights=c.weight, ignore_index=c.ignore_index
+    ),
+    nn.BCEWithLogitsLoss: lambda c: BCEWithLogits(pos_weight=c.pos_weight, weight=c.weight),
+    nn.MultiMarginLoss: _multi_margin,
+    nn.HuberLoss: lambda c: Huber(delta=c.delta),
+    nn.SmoothL1Loss: lambda c: L1() if c.beta == 0 else SmoothL1(beta=c.beta),
+    nn.L1Loss: lambda c: L1(),
+}
+
+_REFUSED: dict[type, str] = {
+    nn.NLLLoss: "it needs log_softmax outside of it; return raw logits and use CrossEntropyLoss",
+    nn.BCELoss: "its gradient is unbounded at 0 and 1; return raw logits and use BCEWithLogitsLoss",
+    nn.MSELoss: "its gradient is unbounded; use weightclip.losses.MSE(output_bound=, target_bound=) or HuberLoss",
+}
+
+_FUNCTIONS: dict[Any, type[nn.Module]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.multi_margin_loss: nn.MultiMarginLoss,
+    F.huber_loss: nn.HuberLoss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.l1_loss: nn.L1Loss,
+    F.nll_loss: nn.NLLLoss,
+    F.binary_cross_entropy: nn.BCELoss,
+    F.mse_loss: nn.MSELoss,
+}
+
+
+def recognise(criterion: Any) -> Loss:
+    """Give the loss with a known bound that equals the user's criterion, record by record.
+
+    Args:
+        criterion: one of our losses (returned unchanged), a torch.nn loss with any reduction, or the function of
+            torch.nn.functional behind it (also as functools.partial with keyword options).
+
+    Raises:
+        ContractError: if the criterion is unknown or has no gradient bound; the message names the way out.
+    """
+    if isinstance(criterion, Loss):
+        return criterion
+    name = getattr(criterion, "__name__", type(criterion).__name__)
+    if isinstance(criterion, type):
+        if issubclass(criterion, (Loss, nn.Module)):
+            raise ContractError(f"criterion: {name} is a class; pass an instance, {name}(...)")
+    else:
+        function, options = criterion, {}
+        if isinstance(criterion, partial) and not criterion.args:
+            function, options = criterion.func, criterion.keywords
+        module = _FUNCTIONS.get(function) if callable(function) and not isinstance(function, nn.Module) else None
+        if module is not None:
+            try:
+                criterion = module(**options)
+            except TypeError as error:
+                raise ContractError(f"criterion: options {sorted(options)} of {module.__name__}: {error}") from None
+        # Exact types only: a subclass may compute something else.
+        if type(criterion) in _REFUSED:
+            raise ContractError(f"criterion: {type(criterion).__name__} is refused: {_REFUSED[type(criterion)]}")
+        if type(criterion) in _KNOWN:
+            return _KNOWN[type(criterion)](criterion)
+    raise ContractError(
+        f"criterion: {name} has no known gradient bound; wrap a per-record function as wc.PerRecordLoss(fn, bound=...)"
+    )
