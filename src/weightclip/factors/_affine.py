@@ -8,12 +8,12 @@ from torch import Tensor
 from weightclip.factors._limits import masked, record_scale, squared_norm
 
 
-def _shaped(value: Tensor, like: Tensor, first: int) -> Tensor:
+def shaped(value: Tensor, like: Tensor, first: int) -> Tensor:
     """A parameter viewed so that it broadcasts over (records, ...): its own dimensions start at ``first``."""
     return value.reshape((1,) * first + tuple(value.shape) + (1,) * (like.dim() - first - value.dim()))
 
 
-def _reduce(value: Tensor, shape: torch.Size, first: int) -> Tensor:
+def summed(value: Tensor, shape: torch.Size, first: int) -> Tensor:
     """Sum over records and over every dimension the parameter does not have, in float64."""
     dims = [d for d in range(value.dim()) if not first <= d < first + len(shape)]
     return value.sum(dims, dtype=torch.float64).reshape(shape)
@@ -27,8 +27,8 @@ class AffineFunction(torch.autograd.Function):
     @staticmethod
     def forward(x, weight, bias, limits, flags, beta, first):
         """gamma * x + b."""
-        y = x * _shaped(weight, x, first).to(x.dtype)
-        return y if bias is None else y + _shaped(bias, x, first).to(x.dtype)
+        y = x * shaped(weight, x, first).to(x.dtype)
+        return y if bias is None else y + shaped(bias, x, first).to(x.dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -43,7 +43,7 @@ class AffineFunction(torch.autograd.Function):
         x, weight, limits = ctx.saved_tensors
         flags, beta, first = ctx.settings
         gw = gb = None
-        gx = d * _shaped(weight, d, first).to(d.dtype) if ctx.needs_input_grad[0] else None
+        gx = d * shaped(weight, d, first).to(d.dtype) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             scale = None
             if flags:
@@ -59,7 +59,7 @@ class AffineFunction(torch.autograd.Function):
                 scale = record_scale(x_norm, squared_norm(d).sqrt(), limits, flags)
             ds, xs = masked(d, scale, True), masked(x, scale, False)
             if ctx.needs_input_grad[1]:
-                gw = _reduce(ds * xs, weight.shape, first).to(weight.dtype)
+                gw = summed(ds * xs, weight.shape, first).to(weight.dtype)
             if ctx.needs_input_grad[2]:
-                gb = _reduce(ds, weight.shape, first).to(weight.dtype)
+                gb = summed(ds, weight.shape, first).to(weight.dtype)
         return gx, gw, gb, None, None, None, None

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from weightclip.factors._limits import masked, record_scale, squared_norm
+from weightclip.factors._limits import CAP, KIND_SHIFT, cap_scale, masked, record_scale, squared_norm
+from weightclip.factors._record_norms import FREE, Geometry, conv_record_norm
 
 
 def patch_counts(size: int, kernel: int, stride: int, dilation: int, padding: int, out: int, like: Tensor) -> Tensor:
@@ -90,7 +91,15 @@ class ConvFunction(torch.autograd.Function):
                     else:
                         squares = patch_norm_squared(x, tuple(out), kernel, stride, dilation, padding)
                     x_norm = (squares + bias_part**2 * math.prod(out)).sqrt()
-                    scale = record_scale(x_norm, squared_norm(d).sqrt(), limits, flags)
+                    d_norm = squared_norm(d).sqrt()
+                    caps = flags >> KIND_SHIFT
+                    if flags & CAP and caps != FREE and not transposed:
+                        scale = record_scale(x_norm, d_norm, limits, flags & ~CAP)
+                        geometry = Geometry(tuple(kernel), stride, padding, dilation, groups)
+                        norm = conv_record_norm(x, d, geometry, bias_part, caps)
+                        scale = cap_scale(scale, norm, x_norm, d_norm, limits)
+                    else:
+                        scale = record_scale(x_norm, d_norm, limits, flags)
                 if ctx.needs_input_grad[1]:
                     conf = (stride, padding, dilation, groups)
                     gw = conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, extra).to(weight.dtype)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._limits import CAP, masked, record_scale, squared_norm
+from weightclip.factors._limits import CAP, cap_scale, masked, record_scale, squared_norm
 
 
 def dense_scale(x: Tensor, d: Tensor, limits: Tensor, flags: int, beta: float) -> Tensor | None:
@@ -17,15 +17,11 @@ def dense_scale(x: Tensor, d: Tensor, limits: Tensor, flags: int, beta: float) -
     x_norm, d_norm = (squared_norm(x) + beta**2 * places).sqrt(), squared_norm(d).sqrt()
     if flags & CAP and places > 1:
         scale = record_scale(x_norm, d_norm, limits, flags & ~CAP)
-        exact = _position_gram(x, d, beta)
-        before = torch.ones_like(exact) if scale is None else scale
-        capped = before * (limits[2] / (before * exact).clamp(min=1e-30)).clamp(max=1)
-        good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(capped)
-        return torch.where(good, capped, torch.zeros_like(capped))
+        return cap_scale(scale, position_gram(x, d, beta), x_norm, d_norm, limits)
     return record_scale(x_norm, d_norm, limits, flags)
 
 
-def _position_gram(x: Tensor, d: Tensor, beta: float) -> Tensor:
+def position_gram(x: Tensor, d: Tensor, beta: float) -> Tensor:
     """||sum_s delta_s (x_s, beta)^T||_F of each record by S x S Grams in float64 (float32 cancels)."""
     xs, ds = x.flatten(1, -2).double(), d.flatten(1, -2).double()
     gram = (xs @ xs.transpose(1, 2) + beta**2) * (ds @ ds.transpose(1, 2))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 RADIUS, COTANGENT, CAP = 1, 2, 4  # bits: which of the limits are enforced
+KIND_SHIFT = 4  # the bits above say how a capped convolution measures its gradients (factors._record_norms)
 _TINY = 1e-30  # floor under a norm before dividing by it: a zero record keeps scale one
 
 
@@ -56,6 +57,14 @@ def record_scale(x_norm: Tensor | None, d_norm: Tensor | None, limits: Tensor, f
     # a product that underflows or overflows float32 is not finite here either and counts as zero
     good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(scale)
     return torch.where(good, scale, torch.zeros_like(scale))
+
+
+def cap_scale(scale: Tensor | None, norm: Tensor, x_norm: Tensor, d_norm: Tensor, limits: Tensor) -> Tensor:
+    """``scale`` lowered so that scale * norm <= cap, with ``norm`` a bound of each record's gradient norm."""
+    before = torch.ones_like(norm) if scale is None else scale
+    capped = before * (limits[2] / (before * norm).clamp(min=_TINY)).clamp(max=1)
+    good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(capped) & torch.isfinite(norm)
+    return torch.where(good, capped, torch.zeros_like(capped))
 
 
 def masked(value: Tensor, scale: Tensor | None, times_scale: bool) -> Tensor:

@@ -14,7 +14,9 @@ from weightclip.factors._affine import AffineFunction
 from weightclip.factors._conv import ConvFunction
 from weightclip.factors._dense import DenseFunction
 from weightclip.factors._embedding import EmbeddingFunction
-from weightclip.factors._limits import CAP, COTANGENT, RADIUS, Product, is_plain
+from weightclip.factors._joint import JointCap, joint_forward
+from weightclip.factors._limits import CAP, COTANGENT, KIND_SHIFT, RADIUS, Product, is_plain
+from weightclip.factors._record_norms import CHEAPEST
 
 _INF = float("inf")
 
@@ -27,6 +29,7 @@ class _Private:
     _wc_flags: int
     _wc_beta: float
     _wc_product: Product
+    _wc_joint: JointCap | None = None
 
     def _get_name(self) -> str:
         return self._wc_native.__name__
@@ -44,6 +47,8 @@ class PrivateLinear(_Private, nn.Linear):
         """Native forward."""
         if is_plain():
             return nn.Linear.forward(self, input)
+        if self._wc_joint is not None:
+            return joint_forward(self, input)
         return DenseFunction.apply(input, self.weight, self.bias, *self._conf())  # type: ignore[return-value]
 
 
@@ -64,6 +69,8 @@ class _PrivateConv(_Private):
                 input = F.pad(input, conv._reversed_padding_repeated_twice)
             padding = (0,) * len(conv.kernel_size)
         zeros = (0,) * len(conv.kernel_size)
+        if self._wc_joint is not None:
+            return joint_forward(conv, input, (conv.stride, tuple(padding), conv.dilation, conv.groups, False, zeros))
         return ConvFunction.apply(  # type: ignore[return-value]
             input, conv.weight, conv.bias, *self._conf(), conv.stride, padding, conv.dilation, conv.groups, False, zeros
         )
@@ -99,6 +106,9 @@ class _PrivateConvTranspose(_Private):
         extra = conv._output_padding(
             input, output_size, conv.stride, conv.padding, conv.kernel_size, axes, conv.dilation
         )
+        if self._wc_joint is not None:
+            conf = (conv.stride, conv.padding, conv.dilation, conv.groups, True, tuple(extra))
+            return joint_forward(conv, input, conf)
         return ConvFunction.apply(  # type: ignore[return-value]
             input, conv.weight, conv.bias, *self._conf(), conv.stride, conv.padding, conv.dilation, conv.groups, True,
             tuple(extra),
@@ -132,6 +142,8 @@ class PrivateEmbedding(_Private, nn.Embedding):
         """Native forward."""
         if is_plain():
             return nn.Embedding.forward(self, input)
+        if self._wc_joint is not None:
+            return joint_forward(self, input)
         return EmbeddingFunction.apply(  # type: ignore[return-value]
             input, self.weight, self._wc_limits, self._wc_flags, self.padding_idx, self._wc_product.dtype
         )
@@ -152,6 +164,8 @@ class _PrivateNorm(_Private):
         first = input.dim() - layer.weight.dim() if hasattr(layer, "normalized_shape") else 1
         limits, flags, beta, _, _ = self._conf()
         x = self._normalised(input)
+        if self._wc_joint is not None:
+            return joint_forward(layer, x, (first,))
         return AffineFunction.apply(x, layer.weight, layer.bias, limits, flags, beta, first)  # type: ignore[return-value]
 
 
@@ -209,6 +223,8 @@ def make_layer_private(
     cap: float | None = None,
     beta: float = 1.0,
     product: Product | None = None,
+    caps: int = CHEAPEST,
+    joint: JointCap | None = None,
 ) -> None:
     """Turn one native layer into its private form, in place, with the given limits (None: not enforced).
 
@@ -230,14 +246,16 @@ def make_layer_private(
     module.register_buffer("_wc_limits", limits.to(device), persistent=False)
     bits = ((RADIUS, radius), (COTANGENT, cotangent), (CAP, cap))
     layer._wc_flags = sum(bit for bit, value in bits if value is not None)
-    layer._wc_beta, layer._wc_product = float(beta), product or Product()
+    if cap is not None:
+        layer._wc_flags |= caps << KIND_SHIFT
+    layer._wc_beta, layer._wc_product, layer._wc_joint = float(beta), product or Product(), joint
 
 
 def make_layer_plain(module: nn.Module) -> None:
     """Undo :func:`make_layer_private`."""
     if isinstance(module, _Private):
         native = module._wc_native
-        for name in ("_wc_flags", "_wc_beta", "_wc_product"):
+        for name in ("_wc_flags", "_wc_beta", "_wc_product", "_wc_joint"):
             module.__dict__.pop(name, None)
         del module._wc_limits
         module.__class__ = native  # type: ignore[assignment]

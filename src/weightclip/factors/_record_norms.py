@@ -1,0 +1,86 @@
+"""Norms of per-record weight gradients of a convolution, without the gradients where that is cheaper (SOUNDNESS 4).
+
+The gradient of one record is U deltaT with U the patch matrix (an extra row of beta for the bias). Four ways to bound
+its norm, from free to exact:
+
+* free: ||U||_F ||delta||_F;
+* channel Grams: sqrt(||UUT||_F ||delta deltaT||_F), never above the free bound;
+* position Grams: sqrt(sum(UTU * deltaT delta)), exact, cheap where positions are few;
+* per-record gradients of this one layer, in chunks: exact, costs what the weight gradient costs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FREE, CHANNEL, POSITION, EXACT, CHEAPEST = range(5)
+
+
+class Geometry(NamedTuple):
+    """A convolution's fixed numbers."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+def cheapest(kind: int, x: Tensor, d: Tensor, geometry: Geometry) -> int:
+    """The exact way with the least arithmetic, when asked to choose."""
+    if kind != CHEAPEST:
+        return kind
+    places = math.prod(d.shape[2:])
+    patch, out = math.prod(geometry.kernel) * x.shape[1] // geometry.groups, d.shape[1] // geometry.groups
+    grams = places * places * (patch + out)
+    return POSITION if grams < 2 * places * patch * out else EXACT
+
+
+def patches(x: Tensor, geometry: Geometry) -> Tensor:
+    """U of each record and group: (records, groups, patch, positions)."""
+    for axis, (k, s, p, e) in enumerate(
+        zip(geometry.kernel, geometry.stride, geometry.padding, geometry.dilation, strict=True)
+    ):
+        dim = 2 + axis
+        pad = [0, 0] * (x.dim() - dim - 1) + [p, p]
+        x = F.pad(x, pad) if p else x
+        span = e * (k - 1) + 1
+        x = x.unfold(dim, span, s)[..., ::e]  # positions stay at dim, taps go last
+    taps = math.prod(geometry.kernel)
+    places = x.shape[2 : 2 + len(geometry.kernel)]
+    flat = x.reshape(x.shape[0], x.shape[1], math.prod(places), taps)  # records x channels x positions x taps
+    flat = flat.permute(0, 1, 3, 2)  # records x channels x taps x positions
+    return flat.reshape(x.shape[0], geometry.groups, -1, math.prod(places))
+
+
+def conv_record_norm(x: Tensor, d: Tensor, geometry: Geometry, beta: float, kind: int, chunk: int = 64) -> Tensor:
+    """Bound of ||(U, beta 1) deltaT||_F of each record, float64 inside so that Grams do not cancel; float32 out."""
+    kind = cheapest(kind, x, d, geometry)
+    parts = []
+    for start in range(0, x.shape[0], chunk):
+        parts.append(_norm(x[start : start + chunk], d[start : start + chunk], geometry, beta, kind))
+    return torch.cat(parts) if parts else d.new_zeros(0, dtype=torch.float32)
+
+
+def _norm(x: Tensor, d: Tensor, geometry: Geometry, beta: float, kind: int) -> Tensor:
+    u = patches(x.double(), geometry)  # records x groups x patch x positions
+    e = d.double().flatten(2).unflatten(1, (geometry.groups, -1))  # records x groups x out x positions
+    if kind == FREE:
+        square = (u.square().sum((2, 3)) + beta**2 * u.shape[-1]) * e.square().sum((2, 3))
+        return square.sum(1).sqrt().float()
+    if kind == CHANNEL:
+        row = u.new_full((*u.shape[:2], 1, u.shape[-1]), beta)
+        v = torch.cat([u, row], 2)
+        left, right = v @ v.mT, e @ e.mT
+        return (left.square().sum((2, 3)).sqrt() * right.square().sum((2, 3)).sqrt()).sum(1).sqrt().float()
+    if kind == POSITION:
+        gram = (u.mT @ u + beta**2) * (e.mT @ e)
+        return gram.sum((1, 2, 3)).clamp(min=0).sqrt().float()
+    gradient = u @ e.mT  # records x groups x patch x out
+    square = gradient.square().sum((1, 2, 3)) + beta**2 * e.sum(3).square().sum((1, 2))
+    return square.sqrt().float()
