@@ -65,7 +65,7 @@ class Loss(ABC):
             # In float64: over a million outputs float32 lost 7e-5 of the norm, and the bound with it.
             norm = torch.linalg.vector_norm(_rows(g), dim=1, dtype=torch.float64)
             g = g * _like_rows(shrink * torch.clamp(self.cap / norm, max=1), g).to(g.dtype)
-        return torch.where(_like_rows(ok, g), g, 0).to(z.dtype)
+        return g.masked_fill(_like_rows(~ok, g), 0).to(z.dtype)
 
     def bound(self, output_shape: Sequence[int], p: float = 2) -> float:
         """Upper bound of one record's gradient in the norm dual to a chain in `p` (SOUNDNESS, section 3).

@@ -122,9 +122,8 @@ class CrossEntropy(Loss):
         radius = self.cap * self.temperature * math.sqrt(n) / (self._outer() * mass)  # inf where mass = 0
         unit = target / mass.clamp(min=torch.finfo(torch.float64).tiny)
         weights = self.class_weights if isinstance(self.class_weights, tuple) else (1.0,)
-        widest = (
-            self.cap * self.temperature * math.sqrt(n) / self._outer() / min((w for w in weights if w > 0), default=1)
-        )
+        lightest = min([w for w in weights if w > 0] or [1.0])
+        widest = self.cap * self.temperature * math.sqrt(n) / (self._outer() * lightest)
         return constrained_softmax(v, unit, radius, one_hot and widest <= 1), unit
 
     def _target(self, v: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
