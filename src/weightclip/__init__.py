@@ -19,6 +19,7 @@ from weightclip.errors import BudgetSpent as BudgetSpent
 from weightclip.errors import CertificationError as CertificationError
 from weightclip.errors import ContractError as ContractError
 from weightclip.errors import WeightclipError as WeightclipError
+from weightclip.factors import CapNorm as CapNorm
 from weightclip.factors import Product as Product
 from weightclip.losses import PerRecordLoss as PerRecordLoss
 from weightclip.mechanisms import AdamAware as AdamAware

@@ -134,6 +134,8 @@ class _Contraction:
                     inputs.append(self._add_input(node))
             elif node.op == "call_function":
                 region = regions.get(node)
+                if not _has_tensor(node):  # sizes and assertions about metadata
+                    continue
                 if region is not None:
                     region.visit(self, node)
                 elif self._depends(node):
@@ -148,7 +150,7 @@ class _Contraction:
         calls: dict[str, _Region] = {}
         for node in self.program.graph.nodes:
             for key, (path, _kind) in (node.meta.get("nn_module_stack") or {}).items():
-                if node.op != "call_function" or not path:
+                if not _has_tensor(node):
                     continue
                 if key not in calls:
                     module = self.model.get_submodule(path)
@@ -272,6 +274,11 @@ class _Region:
             self.rule(op, 2.0)
         walk.nodes.append(Node(op, edges, rule=self.rule if self.layer is None else None, layer=self.layer))
         walk.index[node] = len(walk.nodes) - 1
+
+
+def _has_tensor(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, (Tensor, list, tuple))
 
 
 def _refuse_hooks(path: str, module: nn.Module) -> None:

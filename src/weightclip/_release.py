@@ -40,6 +40,7 @@ class Release:
         self.plan, self.allocation, self.sigma, self.batch, self.slack = plan, allocation, sigma, batch, list(slack)
         self.blocks: list[Block] = []
         self.dims: list[int] = []
+        self.joint = [plan.bounds.of("joint_cap", path) for path in plan.layers]
         for k, path in enumerate(plan.layers):
             module = plan.model.get_submodule(path)
             rule = layer_rule(module)
@@ -70,8 +71,11 @@ class Release:
         """Move one parameter's freshly accumulated gradient into the sum; ``.grad`` is left empty."""
         parameter = self.blocks[index].parameter
         gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            return
+        if gradient is not None:
+            self.add(index, gradient)
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add a gradient to the sum."""
         if self.filled[index]:
             self.sums[index].add_(gradient)
         else:
@@ -85,8 +89,26 @@ class Release:
         return torch.stack(parts) * torch.tensor(self.slack, dtype=torch.float64, device=self.flat.device)
 
     def scales(self, sensitivities: Tensor) -> Tensor:
-        """s_k of every layer."""
-        return self.allocation.scales(sensitivities, self.dims, self.sigma)
+        """s_k of every layer. Layers under the joint cap count as one: s_k = s_J t_k with g/t of norm at most 1."""
+        capped = [k for k, t in enumerate(self.joint) if t is not None]
+        if not capped:
+            return self.allocation.scales(sensitivities, self.dims, self.sigma)
+        alone = [k for k in range(len(self.dims)) if k not in capped]
+        thresholds = torch.tensor([t or 1.0 for t in self.joint], dtype=torch.float64, device=sensitivities.device)
+        ratio = (sensitivities / thresholds)[capped].max()  # 1 and the rounding slack
+        grouped = torch.cat([ratio.reshape(1), sensitivities[alone]])
+        dims = [sum(self.dims[k] for k in capped), *(self.dims[k] for k in alone)]
+        parts = self.allocation.scales(grouped, dims, self.sigma)
+        scales = parts[0] * thresholds
+        scales[alone] = parts[1:]
+        return scales
+
+    def multiplier(self, sensitivities: Tensor, scales: Tensor) -> float:
+        """The joint multiplier of a step: (sum over independent groups of (Delta/s)^2)^(-1/2)."""
+        ratios = (sensitivities / scales).square()
+        capped = torch.tensor([t is not None for t in self.joint])
+        total = ratios[~capped].sum() + (ratios[capped].max() if bool(capped.any()) else 0.0)
+        return float(total) ** -0.5
 
     def release(self, sensitivities: Tensor, streams: Streams, step: int) -> None:
         """Set every ``parameter.grad`` to (G + s_k N(0, I))/b; parameters without a gradient get pure noise."""

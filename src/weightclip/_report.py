@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightclip.certificate import Certificate
-from weightclip.mechanisms import joint_multiplier
 
 if TYPE_CHECKING:
     from weightclip.engine import PrivacyEngine
@@ -36,7 +35,7 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
     """See :meth:`weightclip.PrivacyEngine.report`."""
     certificate = engine.certificate()
     values = torch.tensor([r.sensitivity for r in certificate.rows], dtype=torch.float64)
-    scales = engine._release.allocation.scales(values, engine._release.dims, engine.noise_multiplier)
+    scales = engine._release.scales(values)
     delta = delta if delta is not None else getattr(engine, "target_delta", None)
     epsilon = engine.get_epsilon(delta) if delta is not None else None
     return {
@@ -64,7 +63,8 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
              "cotangent_bound": _number(row.cotangent_bound)}
             for row, s in zip(certificate.rows, scales, strict=True)
         ],
-        "joint_multiplier": float(joint_multiplier(values, scales)) if engine.noise_multiplier > 0 else 0.0,
+        "joint_multiplier": engine._release.multiplier(values, scales) if engine.noise_multiplier > 0 else 0.0,
+        "joint_cap": any(t is not None for t in engine._release.joint),
         "secure_noise": engine.streams.is_secure,
         "not_covered": list(NOT_COVERED),
     }  # fmt: skip

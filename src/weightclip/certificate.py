@@ -175,6 +175,7 @@ class Plan:
         bounds, p = self.bounds, self.bounds.p
         radius, cotangent = bounds.of("layer_radius", path), bounds.of("cotangent_radius", path)
         cap, beta = bounds.of("layer_cap", path), bounds.of("bias_scale", path) or 1.0
+        joint = bounds.of("joint_cap", path)
         total: Scalar = 0.0
         x_bound: Scalar = 0.0
         l_bound: Scalar = 0.0
@@ -198,6 +199,8 @@ class Plan:
                 options.append(times(cotangent * enforced, a2))
             if cap is not None:
                 options.append(cap * enforced)
+            if joint is not None:  # uses of one layer are summed before the cap, so it stands for all of them
+                options = [joint * enforced / len(uses)]
             delta = least(*options)
             if isinstance(delta, float) and math.isinf(delta):
                 raise CertificationError(self._why_infinite(path, i, outputs, cotangents, gains))

@@ -10,7 +10,7 @@ from torch import nn
 
 from weightclip.clipping import Rescale, Strategy
 from weightclip.errors import WeightclipError
-from weightclip.factors import Product
+from weightclip.factors import CapNorm, Product
 
 PerLayer = float | Mapping[str, float] | None
 
@@ -33,6 +33,7 @@ class Bounds:
         clip: How weights are brought to norm C.
         refresh: Recompute certified norms every that many steps; in between the Frobenius drift bound is added.
         spectral: Use the DFT bound of convolutions too (tighter, slower) where it applies.
+        caps: How capped convolutions measure a record's gradient; by default the cheapest exact way.
         product: Type and chunking of weight-gradient products (SOUNDNESS section 6).
 
     Formal guarantees:
@@ -50,6 +51,7 @@ class Bounds:
     clip: Strategy = field(default_factory=Rescale)
     refresh: int = 1
     spectral: bool = True
+    caps: CapNorm = CapNorm.CHEAPEST
     product: Product = field(default_factory=Product)
 
     def __post_init__(self) -> None:
@@ -63,6 +65,8 @@ class Bounds:
                     raise WeightclipError(f"Bounds.{name} must be a positive number, got {item!r}.")
         if self.p not in (1, 2, math.inf):
             raise WeightclipError(f"Bounds.p must be 1, 2 or inf, got {self.p!r}.")
+        if self.joint_cap is not None and not isinstance(self.joint_cap, Mapping) and self.layer_cap is not None:
+            raise WeightclipError("Bounds.joint_cap already caps every layer: leave layer_cap out.")
         if not isinstance(self.refresh, int) or self.refresh < 1:
             raise WeightclipError(f"Bounds.refresh must be a whole number of steps >= 1, got {self.refresh!r}.")
 

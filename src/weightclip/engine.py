@@ -28,7 +28,7 @@ from weightclip.accounting import Adjacency, Mechanism, calibrate_sigma, epsilon
 from weightclip.certificate import Certificate, Evaluation, Plan, build_plan
 from weightclip.config import Bounds
 from weightclip.errors import BudgetSpent, ContractError, WeightclipError
-from weightclip.factors import make_layer_plain, make_layer_private
+from weightclip.factors import JointCap, make_layer_plain, make_layer_private
 from weightclip.losses import recognise
 from weightclip.mechanisms import Allocation, Equal
 from weightclip.sampling import BatchInfo, PoissonLoader
@@ -168,11 +168,15 @@ class PrivacyEngine:
 
     def _install(self) -> None:
         assert self.model is not None
+        places = {id(block.parameter): i for i, block in enumerate(self._release.blocks)}
+        thresholds = {self.model.get_submodule(p): self.bounds.of("joint_cap", p) or 0.0 for p in self.plan.layers}
+        joint = JointCap(thresholds, lambda p, g: self._release.add(places[id(p)], g), self.bounds.caps)
         for path in self.plan.layers:
             make_layer_private(
                 self.model.get_submodule(path), radius=self.bounds.of("layer_radius", path),
                 cotangent=self.bounds.of("cotangent_radius", path), cap=self.bounds.of("layer_cap", path),
-                beta=self.bounds.of("bias_scale", path) or 1.0, product=self.bounds.product,
+                beta=self.bounds.of("bias_scale", path) or 1.0, product=self.bounds.product, caps=self.bounds.caps,
+                joint=None if self.bounds.of("joint_cap", path) is None else joint,
             )  # fmt: skip
         self._gate = OutputGate(self)
         projections = {"": math.inf, **self.bounds.projections()}

@@ -4,6 +4,7 @@ from weightclip.factors._joint import JointCap as JointCap
 from weightclip.factors._limits import Product as Product
 from weightclip.factors._limits import is_plain as is_plain
 from weightclip.factors._limits import plain_forward as plain_forward
+from weightclip.factors._record_norms import CapNorm as CapNorm
 from weightclip.factors._swap import is_private as is_private
 from weightclip.factors._swap import make_layer_plain as make_layer_plain
 from weightclip.factors._swap import make_layer_private as make_layer_private

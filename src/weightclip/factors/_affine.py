@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weightclip.factors._limits import masked, record_scale, squared_norm
+from weightclip.factors._limits import CAP, cap_scale, masked, record_scale, squared_norm
 
 
 def shaped(value: Tensor, like: Tensor, first: int) -> Tensor:
@@ -17,6 +17,14 @@ def summed(value: Tensor, shape: torch.Size, first: int) -> Tensor:
     """Sum over records and over every dimension the parameter does not have, in float64."""
     dims = [d for d in range(value.dim()) if not first <= d < first + len(shape)]
     return value.sum(dims, dtype=torch.float64).reshape(shape)
+
+
+def affine_record_norm(x: Tensor, d: Tensor, dims: list[int], beta: float) -> Tensor:
+    """Exact norm of each record's gradient of (gamma, beta b); ``dims`` are those the parameters do not have."""
+    weight_part, bias_part = d.float() * x.float(), d.float()
+    if dims:
+        weight_part, bias_part = weight_part.sum(dims), bias_part.sum(dims)
+    return (weight_part.flatten(1).square().sum(1) + beta**2 * bias_part.flatten(1).square().sum(1)).sqrt()
 
 
 class AffineFunction(torch.autograd.Function):
@@ -56,7 +64,10 @@ class AffineFunction(torch.autograd.Function):
                 bias_part = beta if ctx.needs_input_grad[2] else 0.0
                 # columns of different channels are disjoint: the parameter factor is the largest channel's norm
                 x_norm = (energy.flatten(1).amax(1) + bias_part**2 * shared).sqrt()
-                scale = record_scale(x_norm, squared_norm(d).sqrt(), limits, flags)
+                d_norm = squared_norm(d).sqrt()
+                scale = record_scale(x_norm, d_norm, limits, flags & ~CAP)
+                if flags & CAP:
+                    scale = cap_scale(scale, affine_record_norm(x, d, dims, bias_part), x_norm, d_norm, limits)
             ds, xs = masked(d, scale, True), masked(x, scale, False)
             if ctx.needs_input_grad[1]:
                 gw = summed(ds * xs, weight.shape, first).to(weight.dtype)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightclip.factors._affine import shaped, summed
+from weightclip.factors._affine import affine_record_norm, shaped, summed
 from weightclip.factors._conv import conv_product, patch_norm_squared
 from weightclip.factors._dense import bias_product, dense_product, position_gram
 from weightclip.factors._limits import masked, squared_norm
@@ -163,9 +163,7 @@ def _record_norm(use: _Use, caps: int) -> Tensor:
         )
     first = use.conf[0]
     dims = [k for k in range(1, x.dim()) if not first <= k < first + layer.weight.dim()]
-    weight_part = (d.float() * x.float()).sum(dims) if dims else d.float() * x.float()
-    bias_part = d.float().sum(dims) if dims else d.float()
-    return (weight_part.flatten(1).square().sum(1) + beta**2 * bias_part.flatten(1).square().sum(1)).sqrt()
+    return affine_record_norm(x, d, dims, beta)
 
 
 def _products(use: _Use, scale: Tensor):

@@ -11,6 +11,7 @@ its norm, from free to exact:
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import NamedTuple
 
@@ -18,7 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FREE, CHANNEL, POSITION, EXACT, CHEAPEST = range(5)
+
+class CapNorm(enum.IntEnum):
+    """How the norm of a record's gradient of a convolution is found (see the module's text)."""
+
+    FREE = 0
+    CHANNEL = 1
+    POSITION = 2
+    EXACT = 3
+    CHEAPEST = 4
+
+
+FREE, CHANNEL, POSITION, EXACT, CHEAPEST = CapNorm
 
 
 class Geometry(NamedTuple):

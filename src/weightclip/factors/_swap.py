@@ -247,7 +247,7 @@ def make_layer_private(
     bits = ((RADIUS, radius), (COTANGENT, cotangent), (CAP, cap))
     layer._wc_flags = sum(bit for bit, value in bits if value is not None)
     if cap is not None:
-        layer._wc_flags |= caps << KIND_SHIFT
+        layer._wc_flags |= int(caps) << KIND_SHIFT
     layer._wc_beta, layer._wc_product, layer._wc_joint = float(beta), product or Product(), joint
 
 
