@@ -42,7 +42,7 @@ class CrossEntropy(Loss):
             vector. Under a cap, the gradient for class probabilities without smoothing is also kept within the l1
             bound of index labels, so that one bound serves both.
         envelope: use min_u l(u) + B·||z − u||₂, a true B-Lipschitz loss for any number of classes, instead of
-            clipping. About 60 evaluations of a softmax-like function in float64.
+            clipping. Costs 10 (index labels, B ≤ 1) to 60 evaluations of a softmax-like function in float64.
         ignore_index: label of positions to leave out.
 
     Formal guarantees:
@@ -188,10 +188,7 @@ class CrossEntropy(Loss):
             w = torch.tensor(self.class_weights, dtype=torch.float64)
         base = w * self.smoothing / classes
         own = base + (1 - self.smoothing) * w  # v_j for label j; the other entries are base
-        least, order = base.sort()
-        others = least[0].repeat(classes)  # least v_k over k ≠ j
-        others[order[0]] = least[1]
-        left_out = torch.minimum(others, own)
+        left_out = base.min().minimum(own)  # a label j with the least weight is no maximum: k = j may be allowed
         total = base.sum() - base + own - left_out
         if p == 2:
             squares = (base**2).sum() - base**2 + own**2 - left_out**2

@@ -25,7 +25,7 @@ from weightclip.losses._base import (
 
 
 class _Average(Loss):
-    """A loss averaged over the n outputs of a record, each at most `_steepest()` steep: l2 ≤ that/√n (SOUNDNESS 3)."""
+    """A loss averaged over the n outputs of a record, each with a bounded slope: l2 ≤ slope/√n (SOUNDNESS 3)."""
 
     @abstractmethod
     def _point(self, z: Tensor, y: Tensor) -> Tensor:
@@ -36,8 +36,8 @@ class _Average(Loss):
         """Its derivative in z."""
 
     @abstractmethod
-    def _steepest(self) -> float:
-        """Upper bound of |slope|."""
+    def _steepest(self, shape: Shape) -> Tensor | float:
+        """Upper bound of |slope|, one number or something that broadcasts over the outputs."""
 
     def _labels(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Targets like z, and the validity of each record."""
@@ -55,7 +55,9 @@ class _Average(Loss):
 
     def _bound(self, shape: Shape, p: float) -> float:
         n = math.prod(shape)
-        return self._steepest() / {2: math.sqrt(n), math.inf: 1, 1: n}[p]
+        slope = torch.as_tensor(self._steepest(shape), dtype=torch.float64)
+        mean = {2: (slope**2).mean().sqrt() / math.sqrt(n), math.inf: slope.mean(), 1: slope.max() / n}
+        return float(mean[p])  # each entry of a broadcast slope stands for equally many outputs
 
 
 @dataclass(frozen=True)
@@ -109,21 +111,12 @@ class BCEWithLogits(_Average):
 
     def _weights(self, z: Tensor) -> tuple[Tensor, Tensor]:
         shape = tuple(z.shape[1:])
-        return tuple(
-            _per_output(name, value, shape).to(z)
-            for name, value in (("pos_weight", self.pos_weight), ("weight", self.weight))
-        )  # type: ignore[return-value]
+        pi, w = _per_output("pos_weight", self.pos_weight, shape), _per_output("weight", self.weight, shape)
+        return pi.to(z), w.to(z)
 
-    def _steepest(self) -> float:
-        raise NotImplementedError  # differs between outputs, see _bound
-
-    def _bound(self, shape: Shape, p: float) -> float:
-        n = math.prod(shape)
-        slopes = _per_output("weight", self.weight, shape) * _per_output("pos_weight", self.pos_weight, shape).clamp(
-            min=1
-        )
-        order = {2: 2, math.inf: 1, 1: math.inf}[p]
-        return float(torch.linalg.vector_norm(slopes.expand(shape).reshape(-1), ord=order)) / n
+    def _steepest(self, shape: Shape) -> Tensor | float:
+        pi = _per_output("pos_weight", self.pos_weight, shape)
+        return _per_output("weight", self.weight, shape) * pi.clamp(min=1)
 
 
 def _per_output(name: str, weights: Weights, shape: Shape) -> Tensor:
@@ -154,7 +147,7 @@ class Huber(_Average):
     def _slope(self, z: Tensor, y: Tensor) -> Tensor:
         return (z - y).clamp(-self.delta, self.delta)
 
-    def _steepest(self) -> float:
+    def _steepest(self, shape: Shape) -> Tensor | float:
         return self.delta
 
 
@@ -173,7 +166,7 @@ class SmoothL1(_Average):
     def _slope(self, z: Tensor, y: Tensor) -> Tensor:
         return ((z - y) / self.beta).clamp(-1, 1)
 
-    def _steepest(self) -> float:
+    def _steepest(self, shape: Shape) -> Tensor | float:
         return 1.0
 
 
@@ -187,7 +180,7 @@ class L1(_Average):
     def _slope(self, z: Tensor, y: Tensor) -> Tensor:
         return torch.sign(z - y)
 
-    def _steepest(self) -> float:
+    def _steepest(self, shape: Shape) -> Tensor | float:
         return 1.0
 
 
@@ -220,5 +213,5 @@ class MSE(_Average):
         Z, Y = self.output_bound, self.target_bound
         return 2 * (z.clamp(-Z, Z) - y.clamp(-Y, Y))
 
-    def _steepest(self) -> float:
+    def _steepest(self, shape: Shape) -> Tensor | float:
         return 2 * (self.output_bound + self.target_bound)
