@@ -103,7 +103,7 @@ class Settings:
 
     @property
     def method(self) -> str:
-        """"dp-sgd", "fix-lip" or "lip-dp-sgd", whichever the bounds amount to."""
+        """ "dp-sgd", "fix-lip" or "lip-dp-sgd", whichever the bounds amount to."""
         return "dp-sgd" if self.joint_cap is not None else "fix-lip" if self.fix_lip else "lip-dp-sgd"
 
     def sample_rate(self, n: int) -> float:

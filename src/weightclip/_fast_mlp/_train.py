@@ -113,6 +113,7 @@ def train_many(
     for members in groups.values():
         stack = _Stack(data, [settings[i] for i in members], streams, objective)
         stack.sigma = stack.vector(noise_multiplier(noise, i, stack.q, stack.steps) for i in members)
+        stack.noisy = bool((stack.sigma > 0).any())
         stack.start(init)
         for step in range(stack.steps):
             stack.step(step)
@@ -188,7 +189,7 @@ class _Stack:
         self.sizes = [data.x.shape[1], *first.hidden, objective.outputs]
         self.layers = len(self.sizes) - 1
         self.joint = first.joint_cap is not None
-        self.sigma = self.vector(0.0 for _ in settings)
+        self.sigma, self.noisy = self.vector(0.0 for _ in settings), False
         self.lr = self.vector(s.lr for s in settings)
         self.final_lr = self.vector(s.final_lr for s in settings)
         self.averaging = self.vector(s.averaging for s in settings)
@@ -203,6 +204,8 @@ class _Stack:
             self.vector(v for s in settings for v in s.per_layer(name)).view(len(settings), -1)
             for name in ("layer_radius", "cotangent_radius", "joint_cap")
         )
+        self.limits_input = any(s.layer_radius is not None for s in settings)
+        self.limits_cotangent = any(s.cotangent_radius is not None for s in settings)
         self.loss_bound = self.vector(objective.bound(s.cap) for s in settings)
         b_max = largest_batch(self.b, self.q, data.n)
         self.slack = 1 + 2 * (b_max + 8) * 2.0**-53 * b_max
@@ -280,11 +283,12 @@ class _Stack:
                 "cotangent_radius, and a cap for Huber."
             )
         gradient = self.summed(*self.data.draw(self.streams, self.q, step))
-        if bool((self.sigma > 0).any()):
+        if self.noisy:
             normals = torch.empty(len(self.streams), self.dimension, dtype=torch.float32, device=self.device)
             for s, stream in enumerate(self.streams):
                 stream.normal_(normals[s], NOISE, step)
-            gradient += self.scale[..., self.owner] * self.per_beta * normals.double()[:, None, :]
+            # a float32 normal times a float64 scale: the product is formed in float64
+            gradient += self.scale.index_select(-1, self.owner) * self.per_beta * normals[:, None, :]
         gradient /= self.b
         self.update(gradient, step)
         self.norms = self.clip()
@@ -295,7 +299,7 @@ class _Stack:
         """G: sums over the drawn records of their gradients with bounded factors.  # seeds x settings x dimension"""
         seeds, rows = index.shape
         runs = len(self.settings)
-        x = self.data.x[index].double()  # seeds x rows x features, the same for all settings
+        x = self.data.x.index_select(0, index.flatten()).view(seeds, rows, -1).double()  # the same for all settings
         square = self.data.square[index][:, None, :]  # seeds x 1 x rows
         # A projected record is a multiple of it: the factor is applied to what comes out of the first layer.
         shrink = (self.input_radius[:, None] / square.sqrt().clamp(min=1e-300)).clamp(max=1.0)  # seeds x runs x rows
@@ -318,7 +322,8 @@ class _Stack:
         factors = self.record_scales(deltas, inputs, x_squares)
         result = torch.empty(seeds, runs, self.dimension, dtype=torch.float64, device=self.device)
         for k, (gw, gb) in enumerate(self.views(result)):
-            d = deltas[k] if factors[k] is None else deltas[k] * factors[k][..., None]
+            factor = factors[k]
+            d = deltas[k] if factor is None else deltas[k] * factor[..., None]
             gb.copy_(d.sum(2))
             if k == 0:
                 d = (d * shrink[..., None]).transpose(1, 2).reshape(seeds, rows, -1)
@@ -327,35 +332,33 @@ class _Stack:
                 gw.copy_(d.mT @ inputs[k - 1])
         return result
 
-    def record_scales(
-        self, deltas: list[Tensor], inputs: list[Tensor], x_squares: list[Tensor]
-    ) -> list[Tensor | None]:
+    def record_scales(self, deltas: list[Tensor], inputs: list[Tensor], x_squares: list[Tensor]) -> list[Tensor | None]:
         """One factor per record and layer that bounds its gradient (SOUNDNESS section 4), or None where none is asked.
 
         A record with a non-finite factor contributes zero: its cotangents and inputs are zeroed in place.
         """
         d_norms = [torch.linalg.vector_norm(d, dim=-1) for d in deltas]
         x_norms = [(s + self.beta.square()[:, None]).sqrt() for s in x_squares]
-        good = torch.stack([torch.isfinite(d * x) for d, x in zip(d_norms, x_norms, strict=True)]).all(0)
-        if not bool(good.all()):
+        products = [d * x for d, x in zip(d_norms, x_norms, strict=True)]  # norms of the gradients
+        total = torch.stack(products).sum(0)  # no term is negative: finite if and only if all are
+        if not math.isfinite(float(total.sum())):
+            good = torch.isfinite(total)
             for factor in (*deltas, *inputs):
                 factor.masked_fill_(~good[..., None], 0.0)
             d_norms = [d.masked_fill(~good, 0.0) for d in d_norms]
             x_norms = [x.masked_fill(~good, 1.0) for x in x_norms]
+            products = [g.masked_fill(~good, 0.0) for g in products]
         if self.joint:
-            total = torch.zeros_like(d_norms[0])
-            for k, (d, x) in enumerate(zip(d_norms, x_norms, strict=True)):
-                total += (d * x / self.joint_cap[:, k, None]).square()
-            scale = total.sqrt().clamp(min=1.0).reciprocal()
+            relative = [g / self.joint_cap[:, k, None] for k, g in enumerate(products)]
+            scale = torch.linalg.vector_norm(torch.stack(relative), dim=0).clamp(min=1.0).reciprocal()
             return [scale] * self.layers
         result: list[Tensor | None] = []
         for k, (d, x) in enumerate(zip(d_norms, x_norms, strict=True)):
-            radius, cotangent = self.layer_radius[:, k, None], self.cotangent_radius[:, k, None]
             scale = None
-            if bool(torch.isfinite(radius).any()):
-                scale = (radius / x).clamp(max=1.0)
-            if bool(torch.isfinite(cotangent).any()):
-                own = (cotangent / d.clamp(min=1e-300)).clamp(max=1.0)
+            if self.limits_input:
+                scale = (self.layer_radius[:, k, None] / x).clamp(max=1.0)
+            if self.limits_cotangent:
+                own = (self.cotangent_radius[:, k, None] / d.clamp(min=1e-300)).clamp(max=1.0)
                 scale = own if scale is None else scale * own
             result.append(scale)
         return result
