@@ -178,7 +178,7 @@ def test_delta_is_validated(bad: float) -> None:
         (1.0, 1.0, 50, "pld", "add_or_remove_one"),
         (1.0, 1.0, 50, "rdp", "replace_one"),
         (1.0, 0.01, 100_000, "pld", "add_or_remove_one"),
-        (100.0, 0.1, 10, "pld", "add_or_remove_one"),
+        (8.0, 0.1, 100, "pld", "add_or_remove_one"),
     ],
 )
 def test_calibration_is_sound_and_tight(target: float, q: float, steps: int, accountant: str, adjacency: str) -> None:

@@ -8,7 +8,7 @@ import mpmath
 import numpy as np
 import pytest
 from dp_accounting import get_epsilon_gaussian
-from scipy import integrate, stats
+from scipy import optimize, stats
 
 from weightclip import _composition as c
 from weightclip._composition import Adjacency, Mechanism
@@ -17,28 +17,33 @@ from weightclip.errors import WeightclipError
 ADD, REPLACE = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.REPLACE_ONE
 
 
-def hockey_stick(p, q, epsilon: float) -> float:
-    """Integral of max(0, p - e^epsilon q) over the line."""
+def hockey_stick(sigma: float, p: tuple[float, float], q: tuple[float, float], epsilon: float) -> float:
+    """Max over both tails of P - e^epsilon Q, for (1 - rate) N(0) + rate N(shift): their ratio is monotone."""
 
-    def gap(x: float) -> float:
-        return max(0.0, p(x) - math.exp(epsilon) * q(x))
+    def law(f, x: float, mixture: tuple[float, float]) -> float:
+        rate, shift = mixture
+        return float((1 - rate) * f(x, 0, sigma) + rate * f(x, shift, sigma))
 
-    return sum(integrate.quad(gap, a, a + 1, limit=200)[0] for a in range(-30, 30))
+    def excess(x: float) -> float:
+        return math.log(law(stats.norm.pdf, x, p) / law(stats.norm.pdf, x, q)) - epsilon
+
+    if excess(-15.0) * excess(15.0) > 0:
+        return 0.0  # the ratio never reaches e^epsilon
+    x = float(optimize.brentq(excess, -15, 15, xtol=1e-14))  # pyright: ignore[reportArgumentType]
+    return max(law(f, x, p) - math.exp(epsilon) * law(f, x, q) for f in (stats.norm.cdf, stats.norm.sf))
 
 
 @pytest.mark.parametrize("q", [0.05, 0.6])
 @pytest.mark.parametrize("sigma", [0.8, 2.0])
-def test_one_sampled_step_against_its_integral(q: float, sigma: float) -> None:
-    def density(shift: float, rate: float):
-        return lambda x: (1 - rate) * stats.norm.pdf(x, 0, sigma) + rate * stats.norm.pdf(x, shift, sigma)
-
-    base, plus, minus = density(0, 0), density(1, q), density(-1, q)
+def test_one_sampled_step_against_the_exact_divergence(q: float, sigma: float) -> None:
+    none, plus, minus = (0.0, 0.0), (q, 1.0), (q, -1.0)
     step = (Mechanism("gaussian", sigma, q, 1),)
-    for epsilon in (0.05, 0.4):
-        truth = max(hockey_stick(base, plus, epsilon), hockey_stick(plus, base, epsilon))
-        assert truth <= c.pld_delta(step, epsilon, ADD) <= truth + 1e-6
-        truth = hockey_stick(plus, minus, epsilon)  # replace-one: the same Delta on either side
-        assert truth <= c.pld_delta(step, epsilon, REPLACE) <= truth + 1e-6
+    for epsilon in (0.04999, 0.05, 0.4):
+        truth = max(hockey_stick(sigma, none, plus, epsilon), hockey_stick(sigma, plus, none, epsilon))
+        assert truth > 0
+        assert truth - 1e-13 <= c.pld_delta(step, epsilon, ADD) <= truth + 1e-6
+        truth = hockey_stick(sigma, plus, minus, epsilon)  # replace-one: the same Delta on either side
+        assert truth - 1e-13 <= c.pld_delta(step, epsilon, REPLACE) <= truth + 1e-6
 
 
 @pytest.mark.parametrize(("sigma", "steps"), [(10.0, 100), (100.0, 10_000), (300.0, 100_000)])
@@ -80,6 +85,17 @@ def test_pure_step_dominates_randomised_response_tightly(e: float, h: float) -> 
         truth = max(0.0, -math.expm1(x - e) / (1 + math.exp(-e)))
         value = float(distribution.get_delta_for_epsilon(float(x)))  # pyright: ignore[reportArgumentType]
         assert truth - 1e-15 <= value <= truth + h / 2
+
+
+@pytest.mark.parametrize("e", [1e-4, 0.3, 8.0])
+def test_renyi_divergences_of_pure_mechanisms(e: float) -> None:
+    orders = (1.1, 2.0, 12.0, 60.0)
+    values = c.renyi((Mechanism("pure", None, 1.0, 3, epsilon0=e),), orders, ADD)
+    for alpha, value in zip(orders, values, strict=True):
+        with mpmath.workdps(50):
+            a, x = mpmath.mpf(alpha), mpmath.mpf(e)  # Mironov 2017, for randomised response
+            exact = float(3 * mpmath.log((mpmath.exp(a * x) + mpmath.exp((1 - a) * x)) / (1 + mpmath.exp(x))) / (a - 1))
+        assert exact <= value <= exact + 1e-11 * (1 + e) and value <= 3 * min(e, alpha * e * e / 2) + 1e-11
 
 
 @pytest.mark.parametrize(("e", "steps"), [(0.0173, 500), (0.4, 20)])
