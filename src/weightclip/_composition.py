@@ -261,7 +261,7 @@ def pld_epsilon(mechanisms: tuple[Mechanism, ...], delta: float, adjacency: Adja
     left = delta - rounding(mechanisms)
     if left <= 0:
         raise WeightclipError(
-            f"PLD resolves delta only above {rounding(mechanisms):.1e} here, got {delta:.1e}: use a larger delta or RDP."
+            f"PLD resolves delta only above {rounding(mechanisms):.1e} here, got {delta:.1e}: raise delta or use RDP."
         )
     try:
         composed = compose(mechanisms, coarsen * interval(mechanisms, adjacency), adjacency)
