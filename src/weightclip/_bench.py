@@ -1,0 +1,221 @@
+"""Step time and peak memory of ordinary and private training, interleaved in one process.
+
+Every mode trains the same model on the same batch with Adam; the clock runs over zero_grad, forward, loss, backward and
+step, after warm-up, and the modes take turns so that a slow spell hits all of them. Loading data is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gc
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from weightclip.config import Bounds
+from weightclip.engine import PrivacyEngine
+from weightclip.errors import WeightclipError
+from weightclip.models import MLP, ConvNet, WideResNet
+from weightclip.sampling import BatchInfo
+
+MODES = ("plain", "weights", "factors", "both", "joint-cap", "opacus-hooks", "opacus-ghost")
+COLUMNS = ("device", "model", "batch", "mode", "ms", "ratio", "peak_gib", "spread", "precision")
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One line of results/bench/step.csv; ``ratio`` is to plain training of the same model and batch."""
+
+    device: str
+    model: str
+    batch: int
+    mode: str
+    ms: float
+    ratio: float
+    peak_gib: float | None
+    spread: float  # interquartile range over median
+    precision: str
+
+
+def models() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]]:
+    """Name -> (factory, shape of one record, classes)."""
+    return {
+        "mlp": (lambda: MLP(105, hidden=(16,), out_features=2), (105,), 2),
+        "convnet": (ConvNet, (1, 28, 28), 10),
+        "wrn-16-4": (lambda: WideResNet(16, 4), (3, 32, 32), 10),
+        "mlp-4096": (lambda: MLP(1024, hidden=(4096, 4096), out_features=10), (1024,), 10),
+    }
+
+
+def bounds_of(mode: str) -> Bounds:
+    """The bounds each private mode trains under."""
+    return {
+        "weights": Bounds(input_radius=1.0, weight_norm=1.0, spectral=False),
+        "factors": Bounds(layer_radius=1.0, cotangent_radius=0.1),
+        "both": Bounds(input_radius=1.0, weight_norm=1.0, spectral=False, layer_radius=1.0, cotangent_radius=0.1),
+        "joint-cap": Bounds(joint_cap=1.0),
+    }[mode]
+
+
+def prepare(mode: str, name: str, batch: int, device: torch.device) -> Callable[[], None]:
+    """A function that takes one training step."""
+    factory, shape, classes = models()[name]
+    torch.manual_seed(0)
+    model = factory().to(device)
+    x = torch.randn(batch, *shape, device=device)
+    y = torch.randint(0, classes, (batch,), device=device)
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-4)
+    loss: Any = nn.CrossEntropyLoss()
+    if mode == "plain":
+        return lambda: _step(model, optimizer, loss, x, y)
+    loader = DataLoader(TensorDataset(x, y), batch_size=batch)
+    if mode.startswith("opacus"):
+        return _opacus(mode.removeprefix("opacus-"), model, optimizer, loss, loader, x, y)
+    engine = PrivacyEngine()
+    engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, criterion=loss, noise_multiplier=1.0,
+        bounds=bounds_of(mode), sample_rate=0.01, expected_batch_size=batch,
+    )  # fmt: skip
+    draw = 0
+
+    def step() -> None:
+        nonlocal draw
+        draw += 1
+        engine._on_batch(BatchInfo(draw, 0, True, None, batch))  # the batch is there already: only the step is timed
+        _step(model, optimizer, engine.criterion, x, y)
+
+    return step
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    loss(model(x), y).backward()
+    optimizer.step()
+
+
+def _opacus(kind: str, model: nn.Module, optimizer: Any, loss: Any, loader: DataLoader, x: Tensor, y: Tensor):
+    try:
+        from opacus import PrivacyEngine as Opacus
+    except ImportError as error:
+        raise WeightclipError("Opacus is not installed: pip install 'weightclip[study]', or leave its modes out.") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        private: Any = Opacus().make_private(
+            module=model, optimizer=optimizer, data_loader=loader, criterion=loss, noise_multiplier=1.0,
+            max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=kind,
+        )  # fmt: skip
+    criterion = private[2] if kind == "ghost" and len(private) == 4 else loss
+    return lambda: _step(private[0], private[1], criterion, x, y)
+
+
+@contextlib.contextmanager
+def precision(name: str) -> Iterator[None]:
+    """float32 throughout, or TF32 products, for every mode alike."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def measure(
+    name: str, batch: int, modes: Sequence[str], device: torch.device, *, seconds: float = 3.0, tf32: bool = False
+) -> list[StepRow]:
+    """Median step time of each mode in turn, for about ``seconds`` per mode; a mode out of memory is left out."""
+    kind = "tf32" if tf32 else "float32"
+    steps: dict[str, Callable[[], None]] = {}
+    peaks: dict[str, float | None] = {}
+    with precision(kind), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for mode in modes:
+            try:
+                steps[mode], peaks[mode] = _warm(mode, name, batch, device)
+            except torch.OutOfMemoryError:
+                steps.pop(mode, None)
+        once = {mode: _timed(step, device) for mode, step in steps.items()}
+        rounds = max(5, min(400, math.ceil(seconds / max(1e-5, statistics.median(once.values())))))
+        times: dict[str, list[float]] = {mode: [] for mode in steps}
+        for _ in range(rounds):
+            for mode, step in steps.items():
+                times[mode].append(_timed(step, device))
+    medians = {mode: statistics.median(t) for mode, t in times.items()}
+    label = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x{torch.get_num_threads()}"
+    rows = []
+    for mode, values in times.items():
+        low, _, high = statistics.quantiles(values, n=4)
+        rows.append(
+            StepRow(label, name, batch, mode, round(1e3 * medians[mode], 4),
+                    round(medians[mode] / medians["plain"], 4) if "plain" in medians else float("nan"),
+                    peaks[mode], round((high - low) / medians[mode], 4), kind)
+        )  # fmt: skip
+    return rows
+
+
+def _warm(mode: str, name: str, batch: int, device: torch.device) -> tuple[Callable[[], None], float | None]:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+    step = prepare(mode, name, batch, device)
+    for _ in range(3):
+        step()
+    if device.type != "cuda":
+        return step, None
+    torch.cuda.synchronize(device)
+    return step, round((torch.cuda.max_memory_allocated(device) - held) / 2**30, 4)
+
+
+def _timed(step: Callable[[], None], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def write_csv(rows: Sequence[StepRow], path: Path) -> None:
+    """All rows as CSV, written whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".part")
+    with scratch.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    scratch.replace(path)
+
+
+def plot(rows: Sequence[StepRow], path: Path) -> None:
+    """Ratio to plain training against batch size, one panel per model and device."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = sorted({(r.device, r.model, r.precision) for r in rows})
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), squeeze=False, layout="constrained")
+    for axis, (device, model, kind) in zip(axes[0], panels, strict=True):
+        for mode in MODES:
+            points = sorted((r.batch, r.ratio) for r in rows if (r.device, r.model, r.precision, r.mode) == (
+                device, model, kind, mode))  # fmt: skip
+            if points and mode != "plain":
+                axis.plot(*zip(*points, strict=True), marker="o", label=mode)
+        axis.axhline(1.0, color="#888888", linewidth=1)
+        axis.set(title=f"{model}\n{device}, {kind}", xlabel="batch", xscale="log", yscale="log")
+    axes[0][0].set_ylabel("step time / plain training")
+    axes[0][-1].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
