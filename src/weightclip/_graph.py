@@ -14,6 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from weightclip._graph_safety import (
+    refuse_batch_size,
+    refuse_cast,
+    refuse_gradient_hooks,
+    refuse_hidden_gradients,
+    refuse_unseen_writes,
+)
 from weightclip.bounds import Edge, LayerRule, Op, Rule, layer_rule, module_rule, operator_rule
 from weightclip.errors import CertificationError
 from weightclip.factors import plain_forward
@@ -62,9 +69,11 @@ class Graph:
 def trace(model: nn.Module, example: Any) -> Graph:
     """The graph of ``model`` on inputs shaped like ``example`` (a batch, or a tuple of batches; only shapes are used)."""
     _refuse_modules(model)
+    refuse_gradient_hooks(model)
     args = tuple(example) if isinstance(example, (tuple, list)) else (example,)
     args = tuple(_two_records(a) for a in args)
     program = _export(model, args)
+    refuse_unseen_writes(program)
     return _Contraction(model, program).graph()
 
 
@@ -80,8 +89,10 @@ def _export(model: nn.Module, args: tuple[Any, ...]) -> torch.export.ExportedPro
     records = torch.export.Dim("records", min=2, max=2**31)
     shapes = tuple({0: records} if isinstance(a, Tensor) else None for a in args)
     try:
-        with plain_forward(model):
+        with plain_forward(model), refuse_hidden_gradients():
             return torch.export.export(model, args, dynamic_shapes=(shapes,) if _takes_varargs(model) else shapes)
+    except CertificationError:
+        raise
     except Exception as error:  # torch.export raises many unrelated types
         text = str(error).strip().splitlines()
         raise CertificationError(
@@ -113,6 +124,7 @@ class _Contraction:
 
     def __init__(self, model: nn.Module, program: torch.export.ExportedProgram) -> None:
         self.model, self.program = model, program
+        self.names = {module: path for path, module in model.named_modules()}  # one name per module, also if it has two
         signature = program.graph_signature
         self.parameters: dict[str, str] = dict(signature.inputs_to_parameters)
         self.constants: dict[str, Tensor] = {}
@@ -158,7 +170,7 @@ class _Contraction:
                     if rule is None and layer is None:
                         continue
                     _refuse_hooks(path, module)
-                    calls[key] = _Region(path, module, rule, layer, set())
+                    calls[key] = _Region(self.names[module], module, rule, layer, set())
                 calls[key].members.add(node)
                 found[node] = calls[key]
                 break  # the outermost call owns the node
@@ -178,7 +190,8 @@ class _Contraction:
     def _add_input(self, node: fx.Node) -> int:
         value = node.meta["val"]
         self.batch = value.shape[0]
-        self.nodes.append(Node(Op(node.name, "input", (), {}, (), self._record_shape(node, value)), ()))
+        shape, floating = self._record_shape(node, value), value.dtype.is_floating_point
+        self.nodes.append(Node(Op(node.name, "input", (), {}, (), shape, floating=floating), ()))
         self.index[node] = len(self.nodes) - 1
         return self.index[node]
 
@@ -212,11 +225,10 @@ class _Contraction:
                     return Edge(len(edges) - 1)
                 if value.name in self.constants:
                     return self.constants[value.name]
-                if isinstance(value.meta.get("val"), (Tensor, int, float, torch.SymInt)):
-                    if isinstance(value.meta["val"], Tensor):
-                        return _derived_constant(self.program, value)
-                    return value.meta["val"]
-                return value
+                if isinstance(value.meta.get("val"), Tensor):
+                    return _derived_constant(self.program, value)
+                refuse_batch_size(node, value.meta.get("val"))
+                return value.meta.get("val", value)
             if isinstance(value, (list, tuple)):
                 return type(value)(convert(v) for v in value)
             return value
@@ -224,7 +236,10 @@ class _Contraction:
         args = tuple(convert(a) for a in node.args)
         kwargs = {k: convert(v) for k, v in node.kwargs.items()}
         shapes = tuple(self.nodes[e].op.out_shape for e in edges)
-        op = Op(node.name, kind, args, kwargs, shapes, self._record_shape(node, node.meta["val"]))
+        result = node.meta["val"]
+        refuse_cast(node, result, any(self.nodes[e].op.floating for e in edges))
+        floating = not isinstance(result, Tensor) or result.dtype.is_floating_point
+        op = Op(node.name, kind, args, kwargs, shapes, self._record_shape(node, result), floating=floating)
         rule(op, 2.0)  # refuses here, at the node, rather than later
         self.nodes.append(Node(op, tuple(edges), rule=rule))
         self.index[node] = len(self.nodes) - 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weightclip.bounds._rule import Op, Scalar, plus, root, times
+from weightclip.bounds._rule import Op, Scalar, computes_like, plus, root, times
 
 UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -71,11 +71,10 @@ def register_layer(kind: type, rule: LayerRule) -> None:
 
 
 def layer_rule(module: nn.Module) -> LayerRule | None:
-    """The rule of a layer's type, unless a subclass overrides its forward (then its inner operators are seen)."""
+    """The rule of a layer's type, unless a subclass changes what it computes (then its inner operators are seen)."""
     for kind in type(module).__mro__:
         if kind in _LAYERS:
-            original = getattr(type(module), "_wc_native", type(module))
-            return _LAYERS[kind] if original.forward is kind.forward else None
+            return _LAYERS[kind] if computes_like(module, kind) else None
     return None
 
 

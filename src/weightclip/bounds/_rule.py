@@ -40,6 +40,7 @@ class Op:
         out_shape: Per-record shape of the result.
         module: The module this operator is, for rules registered on a module type.
         path: ``named_modules()`` path of that module.
+        floating: Whether the result is floating-point; integers (token ids) carry no norm and no gradient.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Op:
     out_shape: Shape
     module: nn.Module | None = None
     path: str = ""
+    floating: bool = True
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """The argument at ``position`` or called ``name``, else ``default``."""
@@ -178,11 +180,22 @@ def register_rule(target: Any, rule: Rule | None = None) -> Any:
     return rule
 
 
+_HARMLESS = {"__init__", "extra_repr", "reset_parameters", "__repr__"}
+
+
+def computes_like(module: nn.Module, kind: type) -> bool:
+    """Whether no subclass and no attribute of the instance replaces a method of ``kind`` (besides initialisation)."""
+    actual = getattr(type(module), "_wc_native", type(module))  # a private layer stands for its native class
+    methods = [n for n, f in vars(kind).items() if callable(f) and n not in _HARMLESS and not isinstance(f, type)]
+    native = all(getattr(actual, n) is getattr(kind, n) for n in {"forward", "__call__", *methods})
+    return native and not any(n in module.__dict__ for n in ("forward", *methods))
+
+
 def module_rule(module: nn.Module) -> Rule | None:
-    """The rule of a module's own type, if one is registered and the module does not override its forward."""
+    """The rule of a module's own type, if one is registered and the module computes what that type computes."""
     for kind in type(module).__mro__:
         if kind in _REGISTRY.modules:
-            return _REGISTRY.modules[kind] if type(module).forward is kind.forward else None
+            return _REGISTRY.modules[kind] if computes_like(module, kind) else None
     return None
 
 
