@@ -46,22 +46,27 @@ for _packet, _gain, _zero, _sup in [
     (aten.sin, 1.0, 0.0, 1.0),
     (aten.cos, 1.0, 1.0, 1.0),
     (aten.sigmoid, 0.25, 0.5, 1.0),
+    (aten.sigmoid_, 0.25, 0.5, 1.0),
     (aten.log_sigmoid, 1.0, math.log(2), math.inf),
     (aten.relu6, 1.0, 0.0, 6.0),
     (aten.hardsigmoid, 1 / 6, 0.5, 1.0),
+    (aten.hardsigmoid_, 1 / 6, 0.5, 1.0),
     (aten.hardswish, HARDSWISH, 0.0, math.inf),
+    (aten.hardswish_, HARDSWISH, 0.0, math.inf),
     (aten.gelu, GELU, 0.0, math.inf),
     (aten.silu, SILU, 0.0, math.inf),
     (aten.silu_, SILU, 0.0, math.inf),
     (aten.mish, MISH, 0.0, math.inf),
+    (aten.mish_, MISH, 0.0, math.inf),
     (aten.erf, 2 / math.sqrt(math.pi), 0.0, 1.0),
     (aten.selu, 1.7581, 0.0, math.inf),
+    (aten.selu_, 1.7581, 0.0, math.inf),
 ]:
     register_rule(_packet, _entrywise(_constant(_gain), _zero, _sup))
 
 # no finite constant, but entry by entry and so record by record: usable between layers whose factors are bounded
 for _packet in [aten.exp, aten.log, aten.sqrt, aten.rsqrt, aten.square, aten.reciprocal, aten.log1p, aten.expm1]:
-    register_rule(_packet, _entrywise(_constant(math.inf)))
+    register_rule(_packet, _entrywise(_constant(math.inf), at_zero=math.inf))
 
 
 @register_rule(aten.leaky_relu)
@@ -74,11 +79,16 @@ def _leaky_relu(op: Op, p: float) -> Effect:
 @register_rule(aten.elu_)
 def _elu(op: Op, p: float) -> Effect:
     alpha, scale, input_scale = op.arg(1, "alpha", 1.0), op.arg(2, "scale", 1.0), op.arg(3, "input_scale", 1.0)
+    if input_scale <= 0:
+        raise op.refuse("elu with input_scale <= 0 grows exponentially", "use a positive input_scale")
     return Effect(gains=(abs(scale) * max(1.0, abs(alpha * input_scale)),))
 
 
 @register_rule(aten.celu)
+@register_rule(aten.celu_)
 def _celu(op: Op, p: float) -> Effect:
+    if op.arg(1, "alpha", 1.0) <= 0:
+        raise op.refuse("celu with alpha <= 0 grows exponentially", "use a positive alpha")
     return Effect(gains=(1.0,))
 
 
@@ -124,4 +134,4 @@ def _pow(op: Op, p: float) -> Effect:
     exponent = op.arg(1, "exponent")
     if exponent == 1:
         return Effect(gains=(1.0,))
-    return Effect(gains=(math.inf,) * len(op.shapes))
+    return Effect(gains=(math.inf,) * len(op.shapes), offset=math.inf)

@@ -34,10 +34,11 @@ def _constant_norm(op: Op, value: Tensor) -> float:
     return float(value.double().norm()) * math.sqrt(copies_)
 
 
-def _sum(op: Op, p: float, sign: str) -> Effect:
-    alpha = op.arg(2, "alpha", 1)
+def _sum(op: Op, p: float) -> Effect:
+    alpha = abs(float(op.arg(2, "alpha", 1)))
+    weights = (alpha, 1.0) if op.kind.startswith("aten.rsub") else (1.0, alpha)  # rsub: other - alpha * self
     gains, offset = [], 0.0
-    for operand, weight in zip(_operands(op), (1.0, abs(float(alpha))), strict=True):
+    for operand, weight in zip(_operands(op), weights, strict=True):
         if isinstance(operand, Edge):
             gains.append(weight * _broadcast(op, operand, p))
         elif isinstance(operand, Tensor):
@@ -53,7 +54,7 @@ def _sum(op: Op, p: float, sign: str) -> Effect:
 @register_rule(aten.sub_)
 @register_rule(aten.rsub)
 def _add(op: Op, p: float) -> Effect:
-    return _sum(op, p, op.kind)
+    return _sum(op, p)
 
 
 def _largest(value: Tensor | float) -> float:
@@ -68,7 +69,7 @@ def _mul(op: Op, p: float) -> Effect:
     if len(edges) == 2:
         for edge in edges:
             _broadcast(op, edge, p)
-        return Effect(gains=(math.inf, math.inf))
+        return Effect(gains=(math.inf, math.inf), offset=math.inf)
     constant = b if isinstance(a, Edge) else a
     if isinstance(constant, Tensor):
         _constant_norm(op, constant)
@@ -79,10 +80,12 @@ def _mul(op: Op, p: float) -> Effect:
 @register_rule(aten.div_)
 def _div(op: Op, p: float) -> Effect:
     a, b = _operands(op)
+    if op.arg(2, "rounding_mode") is not None:
+        raise op.refuse("division with rounding keeps no norm", "divide without rounding_mode")
     if isinstance(b, Edge):
         for edge in (o for o in (a, b) if isinstance(o, Edge)):
             _broadcast(op, edge, p)
-        return Effect(gains=(math.inf,) * len(op.shapes))
+        return Effect(gains=(math.inf,) * len(op.shapes), offset=math.inf)
     if isinstance(b, Tensor):
         _constant_norm(op, b)
         smallest = float(b.detach().abs().min())
@@ -114,9 +117,9 @@ def _bilinear(op: Op, p: float) -> Effect:
     rank = len(op.out_shape)
     if any(len(shape) != rank for shape in op.shapes):
         raise op.refuse("activations of different rank meet, so records may be mixed", "keep records on dimension 0")
-    if op.kind.startswith("aten.matmul") and rank < 2:
+    if op.kind.startswith(("aten.matmul", "aten.scaled_dot_product_attention")) and rank < 2:
         raise op.refuse("a product of two batches of vectors mixes records", "keep records on dimension 0")
-    return Effect(gains=(math.inf,) * len(op.shapes))
+    return Effect(gains=(math.inf,) * len(op.shapes), offset=math.inf)
 
 
 @register_rule(aten.softmax)

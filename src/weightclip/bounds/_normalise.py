@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class NormRule(LayerRule):
-    """(x - mean)/divisor per group, then gamma and b per channel: gain max|gamma|/alpha, output <= max|gamma| sqrt(n)."""
+    """(x - mean)/divisor per group, gamma and b per channel: gain max|gamma|/alpha, output <= max|gamma| sqrt(n)."""
 
     in_product = True
 
@@ -44,6 +44,14 @@ class NormRule(LayerRule):
         weight = getattr(module, "weight", None)
         return 1 if weight is None else numel(op.shapes[0]) // weight.numel()
 
+    def rounding(self, module: nn.Module, op: Op, x: Scalar) -> Scalar:
+        """By how much the computed (x - mean)/divisor may exceed sqrt(n): nothing for safe norms, which divide by the
+        spread of the very values they return; a plain norm of nearly constant inputs divides rounding errors by
+        sqrt(eps)."""
+        if hasattr(module, "alpha"):
+            return 0.0
+        return times(plain_norm_rounding(self.group_size(module, op), module.eps), x)  # type: ignore[arg-type]
+
     def gain(self, module: nn.Module, op: Op, p: float, numerics: Numerics) -> Scalar:
         """1/alpha for p = 2; (1 + sqrt(n_g))/(2 alpha) for p = 1, inf; times max|gamma|."""
         n = self.group_size(module, op)
@@ -56,7 +64,7 @@ class NormRule(LayerRule):
         """max|gamma| sqrt(numel) + sqrt(positions) ||b|| whatever the input (mean subtraction maps 0 to 0)."""
         weight = getattr(module, "weight", None)
         scale = 1.0 if weight is None else weight.detach().abs().max().double()
-        free = times(scale, math.sqrt(numel(op.out_shape)) * (1 + 1e-6))
+        free = times(scale, plus(math.sqrt(numel(op.out_shape)) * (1 + 1e-6), self.rounding(module, op, x)))
         shift = times(math.sqrt(self.shared(module, op)), bias_norm(module))
         return plus(least(free, times(gain, x)), shift)
 
@@ -65,8 +73,14 @@ class NormRule(LayerRule):
         touched = self.group_size(module, op)
         if hasattr(module, "normalized_shape"):
             touched *= numel(op.shapes[0]) // touched  # one gamma per place inside the group: every group touches it
-        a2 = pythagoras(module, math.sqrt(touched) * (1 + 1e-6), beta * math.sqrt(self.shared(module, op)))
+        largest = plus(math.sqrt(touched) * (1 + 1e-6), self.rounding(module, op, x))
+        a2 = pythagoras(module, largest, beta * math.sqrt(self.shared(module, op)))
         return times(math.sqrt(numel(op.out_shape)), a2) if p == 1 else a2
+
+
+def plain_norm_rounding(n: int, eps: float) -> float:
+    """Per unit of the input's norm: errors of the mean, the variance and x * scale + shift, over sqrt(eps)."""
+    return 8 * (n + 8) * 2.0**-24 / math.sqrt(eps)
 
 
 for _kind in (nn.GroupNorm, nn.LayerNorm, wnn.SafeGroupNorm, wnn.SafeInstanceNorm, wnn.SafeLayerNorm):
@@ -95,11 +109,11 @@ def _unit_norm(op: Op, p: float) -> Effect:
 @register_rule(aten.layer_norm)
 def _functional_norm(op: Op, p: float) -> Effect:
     layer = op.kind.startswith("aten.layer_norm")
-    weight, eps = (
-        (op.arg(2, "weight"), op.arg(4, "eps", 1e-5)) if layer else (op.arg(2, "weight"), op.arg(4, "eps", 1e-5))
-    )
-    if weight is not None:
+    weight, bias, eps = op.arg(2, "weight"), op.arg(3, "bias"), op.arg(4, "eps", 1e-5)
+    if weight is not None or bias is not None:
         raise op.refuse("a functional norm with weights has no rule", "use nn.GroupNorm / nn.LayerNorm modules")
+    if eps <= 0:
+        raise op.refuse("a norm with eps = 0 has no finite gain", "use a positive eps")
     if layer:
         n = math.prod(op.arg(1, "normalized_shape"))
         if n > numel(op.shapes[0]):
@@ -107,7 +121,8 @@ def _functional_norm(op: Op, p: float) -> Effect:
     else:
         n = numel(op.shapes[0]) // op.arg(1, "num_groups")
     gain = 1 / math.sqrt(eps) if p == 2 else (1 + math.sqrt(n)) / (2 * math.sqrt(eps))
-    return Effect(gains=(gain,), ceiling=math.sqrt(numel(op.out_shape)) * (1 + 1e-6))
+    # sqrt(numel) is no bound of what is computed, see NormRule.rounding; the input's own bound is
+    return Effect(gains=(gain,))
 
 
 def _fixed(gain_of):

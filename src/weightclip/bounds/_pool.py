@@ -14,9 +14,20 @@ from weightclip.bounds._shape import axis
 aten = torch.ops.aten
 
 
+def _axes(op: Op) -> int:
+    """Dimensions pooled over: the digit in the operator's name, whatever else a record's shape has in front."""
+    return int(op.kind.split(".")[1][-2])
+
+
 def _tuple(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * rank if len(values) == 1 else values
+
+
+def _sizes(op: Op) -> list[tuple[int, int]]:
+    """(input, output) size on every pooled dimension."""
+    axes = _axes(op)
+    return list(zip(op.shapes[0][-axes:], op.out_shape[-axes:], strict=True))
 
 
 def _window(op: Op, rank: int):
@@ -29,7 +40,7 @@ def _window(op: Op, rank: int):
 @register_rule(aten.max_pool2d)
 @register_rule(aten.max_pool3d)
 def _max_pool(op: Op, p: float) -> Effect:
-    rank = len(op.out_shape) - 1
+    rank = _axes(op)
     kernel, stride = _window(op, rank)
     dilation = _tuple(op.arg(4, "dilation", 1), rank)
     if op.arg(5, "ceil_mode", False):
@@ -43,7 +54,7 @@ def _max_pool(op: Op, p: float) -> Effect:
 @register_rule(aten.avg_pool2d)
 @register_rule(aten.avg_pool3d)
 def _avg_pool(op: Op, p: float) -> Effect:
-    rank = len(op.out_shape) - 1
+    rank = _axes(op)
     kernel, stride = _window(op, rank)
     padding = _tuple(op.arg(3, "padding", 0), rank)
     if op.arg(4, "ceil_mode", False):
@@ -51,7 +62,7 @@ def _avg_pool(op: Op, p: float) -> Effect:
     if any(padding) and not op.arg(5, "count_include_pad", True):
         raise op.refuse("count_include_pad=False with padding has no rule", "set count_include_pad=True")
     area = math.prod(kernel)
-    divisor = op.arg(6, "divisor_override", None) or area
+    divisor = abs(op.arg(6, "divisor_override", None) or area)
     return Effect(gains=(_averaging(p, overlap(kernel, stride, (1,) * rank), area, divisor),))
 
 
@@ -66,10 +77,9 @@ def _averaging(p: float, m: int, area: int, divisor: float) -> float:
 @register_rule(aten.adaptive_avg_pool2d)
 @register_rule(aten.adaptive_avg_pool3d)
 def _adaptive_avg_pool(op: Op, p: float) -> Effect:
-    ratios = [i / o for i, o in zip(op.shapes[0][1:], op.out_shape[1:], strict=True)]
-    if any(r != int(r) for r in ratios):
+    if any(i % o for i, o in _sizes(op)):
         raise op.refuse("an adaptive pool whose output does not divide its input", "choose an output size that divides")
-    area = int(math.prod(ratios))
+    area = math.prod(i // o for i, o in _sizes(op))
     return Effect(gains=(_averaging(p, 1, area, area),))
 
 
@@ -77,7 +87,7 @@ def _adaptive_avg_pool(op: Op, p: float) -> Effect:
 @register_rule(aten.adaptive_max_pool2d)
 @register_rule(aten.adaptive_max_pool3d)
 def _adaptive_max_pool(op: Op, p: float) -> Effect:
-    if any(i % o for i, o in zip(op.shapes[0][1:], op.out_shape[1:], strict=False)):
+    if any(i % o for i, o in _sizes(op)):
         raise op.refuse("an adaptive pool whose output does not divide its input", "choose an output size that divides")
     return Effect(gains=(1.0,))
 
@@ -85,7 +95,7 @@ def _adaptive_max_pool(op: Op, p: float) -> Effect:
 def _reduced(op: Op) -> int:
     """Entries that one output entry gathers; refuses to reduce over records."""
     rank = len(op.shapes[0]) + 1
-    dims = op.arg(1, "dim", None)
+    dims = op.arg(2 if "vector_norm" in op.kind else 1, "dim", None)
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         raise op.refuse("it reduces over records", "reduce over the dimensions of one record only (dim=1 and up)")
     places = [axis(op, d, rank) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
@@ -115,7 +125,7 @@ def _amax(op: Op, p: float) -> Effect:
 @register_rule(aten.linalg_vector_norm)
 def _spread(op: Op, p: float) -> Effect:
     _reduced(op)
-    return Effect(gains=(math.inf,))
+    return Effect(gains=(math.inf,), offset=math.inf)
 
 
 @register_rule(aten.batch_norm)

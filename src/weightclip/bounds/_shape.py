@@ -42,6 +42,11 @@ for _packet in [
 register_rule(operator.getitem, _isometry)
 
 
+@register_rule(aten.view.dtype)
+def _reinterpret(op: Op, p: float) -> Effect:
+    raise op.refuse("it reads the bits of numbers as other numbers", "use .to(dtype)")
+
+
 @register_rule(aten.detach)
 def _detach(op: Op, p: float) -> Effect:
     # no gradient passes, but norms do: a gain of one is an upper bound for both
@@ -68,6 +73,8 @@ def _along(op: Op, p: float) -> Effect:
     dims: Any = op.arg(where.get(short, 2), "dims" if short in ("flip", "roll") else "dim", 0)
     if short == "slice" and _whole(op) and dims == 0:
         return Effect(gains=(1.0,))
+    if short == "roll" and dims == []:
+        dims = 0  # rolls the flattened batch
     for dim in dims if isinstance(dims, (list, tuple)) else [dims]:
         axis(op, dim, rank + (1 if short == "unsqueeze" else 0))
     return Effect(gains=(1.0,))
@@ -105,9 +112,12 @@ def _transpose(op: Op, p: float) -> Effect:
 def _expand(op: Op, p: float) -> Effect:
     if "repeat_interleave" in op.kind:
         axis(op, op.arg(2, "dim", 0) or 0, len(op.shapes[0]) + 1)
+        if not isinstance(op.arg(1, "repeats"), int):
+            raise op.refuse("repeat_interleave by a tensor copies some entries more often than others", "use an int")
     elif len(op.out_shape) != len(op.shapes[0]):
         raise op.refuse("it adds dimensions in front of the records", "keep records on dimension 0")
-    return Effect(gains=(copies(p, numel(op.out_shape) / max(1, numel(op.shapes[0]))),))
+    gain = copies(p, numel(op.out_shape) / max(1, numel(op.shapes[0])))
+    return Effect(gains=(gain,) + (0.0,) * (len(op.shapes) - 1))  # expand_as reads only the shape of its second tensor
 
 
 @register_rule(aten.pad)
@@ -121,8 +131,11 @@ def _pad(op: Op, p: float) -> Effect:
         raise op.refuse(f"{mode} padding has no rule", "pad with zeros (mode='constant')")
     if len(amounts) // 2 > len(op.shapes[0]):
         raise op.refuse("it pads the record dimension", "pad only the dimensions of one record")
-    added = max(0, numel(op.out_shape) - numel(op.shapes[0]))
-    return Effect(gains=(1.0,), offset=abs(value or 0) * math.sqrt(added))
+    kept = list(op.shapes[0])  # negative amounts crop: what remains of the input is not out - in
+    for place, (before, after) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
+        kept[-1 - place] += min(0, before) + min(0, after)
+    added = numel(op.out_shape) - math.prod(max(0, k) for k in kept)
+    return Effect(gains=(1.0,), offset=abs(value) * math.sqrt(added) if value and added else 0.0)
 
 
 for _packet in [aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d, aten.replication_pad1d,
@@ -149,7 +162,17 @@ def _cat(op: Op, p: float) -> Effect:
 @register_rule(aten.upsample_nearest2d)
 @register_rule(aten.upsample_nearest3d)
 def _nearest(op: Op, p: float) -> Effect:
-    factors = [o / i for o, i in zip(op.out_shape[1:], op.shapes[0][1:], strict=True)]
-    if any(f != int(f) for f in factors):
+    axes = int(op.kind.split(".")[1][-2])
+    sizes = list(zip(op.shapes[0][-axes:], op.out_shape[-axes:], strict=True))
+    scales = [a for a in (*op.args[2:], *op.kwargs.values()) if a is not None]
+    scales = [float(s) for a in scales for s in (a if isinstance(a, (list, tuple)) else [a])]
+    whole = [o // i for i, o in sizes]
+    if any(o % i for i, o in sizes) or (scales and scales != [float(w) for w in whole]):
         raise op.refuse("nearest upsampling by a factor that is not whole", "use a whole scale factor")
-    return Effect(gains=(copies(p, math.prod(factors)),))
+    return Effect(gains=(copies(p, math.prod(_most_copies(i, o) for i, o in sizes)),))
+
+
+def _most_copies(size: int, out: int) -> int:
+    """How often one entry is copied at most: torch finds sources by a float32 product, which can round down."""
+    source = (torch.arange(out, dtype=torch.float32) * (torch.tensor(float(size)) / out)).floor().long()
+    return max(out // size, int(source.clamp(max=size - 1).bincount().max()))
