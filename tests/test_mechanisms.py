@@ -274,6 +274,7 @@ def test_rounding_before_the_noise_stays_within_the_documented_sensitivity(seed:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_of_noise_never_waits_for_the_device() -> None:
     delta, dims = torch.tensor([1.0, 0.0, 3.0], device="cuda"), [1000, 10, 70]
     slices = [slice(0, 1000), slice(1000, 1010), slice(1010, 1080)]
