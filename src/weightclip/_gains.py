@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from weightclip.bounds import Numerics, kernel_overlap, layer_norm_tensor
-from weightclip.bounds._layer_norms import is_layer, norm_function
+from weightclip._bank import NormBank
+from weightclip.bounds import Numerics, kernel_overlap, layer_norm_tensor, layer_rule
+from weightclip.bounds._layer_norms import effective_weight, is_layer, norm_function
 from weightclip.certificate import Plan
+from weightclip.clipping import Rescale
 from weightclip.config import Bounds
 
 
@@ -23,15 +25,20 @@ class Gains:
         some earlier step s plus sqrt(m) ||theta_t - theta_s||_F (m the kernel overlap, 1 for dense layers).
     """
 
-    def __init__(self, plan: Plan, refresh: int) -> None:
-        self.plan, self.refresh = plan, refresh
+    def __init__(self, plan: Plan, bounds: Bounds) -> None:
+        self.plan, self.refresh = plan, bounds.refresh
         self._age = 0
+        # without the DFT bound all norms are of one kind and can be taken together
+        self.bank = NormBank(_plain_layers(plan)) if not bounds.spectral and bounds.p == 2 and self.refresh == 1 else None
+        self._clipped: tuple[list[int], dict[str, Tensor]] | None = None
         self._numerics: Numerics | None = None
         self._gain: dict[str, Tensor] = {}
         self._then: dict[str, Tensor] = {}
 
     def current(self, numerics: Numerics) -> dict[str, Tensor]:
         """Bounds to use now; empty when every gain is to be evaluated afresh."""
+        if self.bank is not None:
+            return self._from_bank(self.bank, numerics)
         if self.refresh == 1:
             return {}
         if self._age % self.refresh == 0 or numerics != self._numerics:
@@ -40,11 +47,48 @@ class Gains:
         known = {}
         for path, then in self._then.items():
             module = self.plan.model.get_submodule(path)
-            now = cast(Tensor, module.weight).detach().to(numerics.weights)
+            now = effective_weight(module).to(numerics.weights)
             m = kernel_overlap(module) if isinstance(module, _ConvNd) else 1
             drift = torch.linalg.vector_norm((now - then).to(torch.float32), dtype=torch.float64)
             known[path] = self._gain[path] + math.sqrt(m) * drift * (1 + 1e-6)
         return known
+
+    def _from_bank(self, bank: NormBank, numerics: Numerics) -> dict[str, Tensor]:
+        norms = None
+        if self._clipped is not None and numerics.weights == torch.float32:
+            versions, kept = self._clipped
+            norms = kept if versions == self._versions(bank) else None
+        norms = bank.norms(numerics.weights) if norms is None else norms
+        known = {}
+        for path, norm in norms.items():
+            rule = layer_rule(bank.layers[path])
+            assert rule is not None
+            known[path] = norm * rule.inflation(bank.layers[path], numerics)
+        return known
+
+    def _versions(self, bank: NormBank) -> list[int]:
+        return [cast(Tensor, module.weight)._version for module in bank.layers.values()]
+
+    def clip(self, limits: dict[str, float]) -> None:
+        """ClipWeights by rescaling (the paper's), on the norms of the bank, which then serve the next evaluation."""
+        assert self.bank is not None
+        norms = self.bank.norms()
+        weights, scales = [], []
+        for path, limit in limits.items():
+            weight = cast(Tensor, self.bank.layers[path].weight)
+            # rounding the scaled weights to float32 moves their norm by at most 2^-24 sqrt(rank) of itself
+            room = 1 - 2.0**-24 * (2 + math.sqrt(min(weight.shape[0], weight.numel() // weight.shape[0])))
+            weights.append(weight)
+            scales.append((limit * room / norms[path]).clamp(max=1.0))
+            norms[path] = norms[path].clamp(max=limit)
+        if weights and weights[0].device.type == "cpu":
+            for weight, scale in zip(weights, scales, strict=True):
+                if float(scale) != 1.0:
+                    weight.mul_(float(scale))
+        else:
+            for weight, scale in zip(weights, scales, strict=True):
+                weight.mul_(scale.to(weight.dtype))
+        self._clipped = (self._versions(self.bank), norms)
 
     def reset(self) -> None:
         """Weights were replaced from outside: evaluate afresh next time."""
@@ -56,25 +100,42 @@ class Gains:
             module = node.op.module
             if node.layer is None or module is None or not is_layer(module) or node.op.path in self._gain:
                 continue
-            self._then[node.op.path] = cast(Tensor, module.weight).detach().to(numerics.weights, copy=True)
+            self._then[node.op.path] = effective_weight(module).to(numerics.weights, copy=True)
             self._gain[node.op.path] = cast(Tensor, node.layer.gain(module, node.op, 2, numerics))
 
 
 class WeightClipper:
     """ClipWeights over the trainable layers, prepared once and run after every step."""
 
-    def __init__(self, model: nn.Module, bounds: Bounds, paths: list[str]) -> None:
-        self.strategy = bounds.clip
+    def __init__(self, model: nn.Module, bounds: Bounds, paths: list[str], gains: Gains) -> None:
+        self.strategy, self.gains = bounds.clip, gains
+        self.limits: dict[str, float] = {}
         self.work = []
         for path in paths:
             module, limit = model.get_submodule(path), bounds.of("weight_norm", path)
+            if hasattr(module, "effective_weight"):  # clipping W would not bound W-hat, whose norm is certified anyway
+                continue
             if limit is not None and is_layer(module) and cast(Tensor, module.weight).requires_grad:
                 self.work.append((cast(Tensor, module.weight), float(limit), norm_function(module, bounds.p)))
+                self.limits[path] = float(limit)
 
     @torch.no_grad()
     def __call__(self) -> None:
+        if self.gains.bank is not None and isinstance(self.strategy, Rescale):
+            self.gains.clip(self.limits)
+            return
         for weight, limit, norm in self.work:
             self.strategy(weight, limit, norm)
+
+
+def _plain_layers(plan: Plan) -> dict[str, nn.Module]:
+    """Linear and Conv layers that compute with their weight itself."""
+    found = {}
+    for node in plan.graph.nodes:
+        module = node.op.module
+        if node.layer is not None and module is not None and is_layer(module) and not hasattr(module, "effective_weight"):
+            found[node.op.path] = module
+    return found
 
 
 def numerics_for(device: torch.device, autocast: torch.dtype | None) -> Numerics:

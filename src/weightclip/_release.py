@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ class Block:
     parameter: nn.Parameter
     layer: int
     beta: float  # native gradient times beta carries the layer's noise
+    pull_back: Callable[[Tensor], Tensor] | None = None  # from the effective weight to the parameter, after the noise
 
 
 class Release:
@@ -49,7 +50,8 @@ class Release:
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
                     beta = (plan.bounds.of("bias_scale", path) or 1.0) if name == "bias" else 1.0
-                    self.blocks.append(Block(parameter, k, beta))
+                    back = getattr(module, "pull_back", None) if name == "weight" else None
+                    self.blocks.append(Block(parameter, k, beta, back))
         first = self.blocks[0].parameter
         wide = any(b.parameter.dtype == torch.float64 for b in self.blocks)
         size = sum(b.parameter.numel() for b in self.blocks)
@@ -127,7 +129,8 @@ class Release:
             self.flat.add_(self.noise)
         self.flat.div_(self.batch)
         for view, block in zip(self.sums, self.blocks, strict=True):
-            block.parameter.grad = view.to(block.parameter.dtype)
+            released = view if block.pull_back is None else block.pull_back(view)
+            block.parameter.grad = released.to(block.parameter.dtype)
         self.clear()
 
 

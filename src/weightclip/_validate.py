@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -111,9 +110,8 @@ def check_records(model: nn.Module, example: tuple[Any, ...]) -> None:
 
 def refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Closures recompute raw gradients after the noise; a gradient scaler skips steps by the data."""
-    step = inspect.signature(type(optimizer).step).parameters
     closure = args[0] if args else kwargs.get("closure")
-    if closure is not None and "closure" in step:
+    if closure is not None:
         raise ContractError("optimizer.step(closure) would recompute gradients without noise: call step() alone.")
     if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
         raise ContractError("GradScaler skips steps depending on the data: use bfloat16 autocast without a scaler.")

@@ -157,9 +157,9 @@ class Plan:
                 continue
             assert node.layer is not None and node.op.module is not None
             module, path = node.op.module, node.op.path
-            c2 = known[path] if path in known else node.layer.gain(module, node.op, 2, numerics)
-            gains.append((c2 if p == 2 else node.layer.gain(module, node.op, p, numerics),))
-            outputs.append(node.layer.output(module, node.op, c2, inputs[0]))
+            c2 = _host(known[path] if path in known else node.layer.gain(module, node.op, 2, numerics))
+            gains.append((c2 if p == 2 else _host(node.layer.gain(module, node.op, p, numerics)),))
+            outputs.append(_host(node.layer.output(module, node.op, c2, inputs[0])))
         return gains, outputs
 
     def _backward(self, gains: list[tuple[Scalar, ...]]) -> list[Scalar]:
@@ -230,6 +230,11 @@ class Plan:
                 return (f"layer '{path}': the gradient that reaches it has no bound, because node '{op.name}' ({op.kind}) "
                         f"has no finite gain. Fix: set Bounds.cotangent_radius for '{path}'.")  # fmt: skip
         return f"layer '{path}' has no finite sensitivity. Fix: set layer_radius and cotangent_radius for it."
+
+
+def _host(value: Scalar) -> Scalar:
+    """A tensor on the CPU as a number: the rest of the chain then is plain arithmetic. On a device nothing waits."""
+    return float(value) if isinstance(value, Tensor) and value.device.type == "cpu" else value
 
 
 def _greatest(a: Scalar, b: Scalar) -> Scalar:

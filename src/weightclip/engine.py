@@ -121,9 +121,9 @@ class PrivacyEngine:
         output_shape = self.plan.graph.nodes[self.plan.graph.output].op.out_shape
         check_labels(data_loader.dataset, output_shape, loss)
         check_records(module, inputs)
-        self._clip = WeightClipper(module, self.bounds, list(self.plan.layers))
+        self._gains = Gains(self.plan, self.bounds)
+        self._clip = WeightClipper(module, self.bounds, list(self.plan.layers), self._gains)
         self._clip()
-        self._gains = Gains(self.plan, self.bounds.refresh)
         self.b_max = largest_batch(self.expected_batch_size, self.loader.sample_rate, len(data_loader.dataset))  # type: ignore[arg-type]
         slack = sum_slack(self.plan, self.bounds.product, self.b_max, max_physical_batch_size)
         self._autocast: torch.dtype | None = None

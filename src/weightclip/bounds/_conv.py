@@ -8,6 +8,7 @@ from typing import cast
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from weightclip import nn as wnn
 from weightclip.bounds._conv_norms import overlap
 from weightclip.bounds._layer import LayerRule, Numerics, bias_norm, pythagoras, register_layer
 from weightclip.bounds._layer_norms import layer_norm_tensor
@@ -34,12 +35,16 @@ class ConvRule(LayerRule):
 
     def gain(self, module: nn.Module, op: Op, p: float, numerics: Numerics) -> Scalar:
         """Certified operator norm of the kernel as cast, at the certified input size."""
+        dft = getattr(module, "_wc_dft", True)
+        norm = layer_norm_tensor(module, p, op.shapes[0][1:], dtype=numerics.weights, use_dft=dft)
+        return norm * self.inflation(module, numerics)
+
+    def inflation(self, module: nn.Module, numerics: Numerics) -> float:
+        """Rounding of the convolution and of its transpose."""
         conv = cast(_ConvNd, module)
         fan = math.prod(conv.kernel_size) * max(conv.in_channels, conv.out_channels) // conv.groups
         rank = min(conv.out_channels, conv.in_channels * math.prod(conv.kernel_size)) // conv.groups
-        dft = getattr(module, "_wc_dft", True)
-        norm = layer_norm_tensor(module, p, op.shapes[0][1:], dtype=numerics.weights, use_dft=dft)
-        return norm * numerics.inflate(fan, rank)
+        return numerics.inflate(fan, max(1, rank))
 
     def output(self, module: nn.Module, op: Op, gain: Scalar, x: Scalar) -> Scalar:
         """c X + sqrt(P) ||bias||."""
@@ -68,7 +73,16 @@ class ConvTransposeRule(ConvRule):
         return times(math.sqrt(math.prod(op.out_shape)), a2) if p == 1 else a2
 
 
+class StandardizedConvRule(ConvRule):
+    """A convolution whose parameter is its effective kernel W-hat (SOUNDNESS 3, reparametrised weights).
+
+    The gain is that of W-hat, the factor is that of a convolution, and the sensitivity bounds dL/dW-hat, which has as
+    many entries as W: the noise belongs there, and the release pulls it back through the public Jacobian.
+    """
+
+
 for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
     register_layer(_kind, ConvRule())
 for _kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
     register_layer(_kind, ConvTransposeRule())
+register_layer(wnn.StandardizedConv2d, StandardizedConvRule())

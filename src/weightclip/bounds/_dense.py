@@ -18,9 +18,13 @@ class DenseRule(LayerRule):
 
     def gain(self, module: nn.Module, op: Op, p: float, numerics: Numerics) -> Scalar:
         """Certified ||W||_p of the weights as cast."""
+        return layer_norm_tensor(module, p, dtype=numerics.weights) * self.inflation(module, numerics)
+
+    def inflation(self, module: nn.Module, numerics: Numerics) -> float:
+        """Rounding of the products Wx and W^T delta."""
         assert isinstance(module, nn.Linear)
         sizes = (module.in_features, module.out_features)
-        return layer_norm_tensor(module, p, dtype=numerics.weights) * numerics.inflate(max(sizes), min(sizes))
+        return numerics.inflate(max(sizes), min(sizes))
 
     def output(self, module: nn.Module, op: Op, gain: Scalar, x: Scalar) -> Scalar:
         """c X + sqrt(S) ||bias||."""

@@ -49,6 +49,10 @@ class LayerRule(ABC):
     def gain(self, module: nn.Module, op: Op, p: float, numerics: Numerics) -> Scalar:
         """Certified Lipschitz constant, input to output, in the p-norm, of the weights as they are now."""
 
+    def inflation(self, module: nn.Module, numerics: Numerics) -> float:
+        """Factor on the exact gain for the rounding of the layer's own products."""
+        return numerics.inflate(8, 1)
+
     @abstractmethod
     def output(self, module: nn.Module, op: Op, gain: Scalar, x: Scalar) -> Scalar:
         """l2 bound of the output, from the l2 gain and the l2 bound ``x`` of the input."""

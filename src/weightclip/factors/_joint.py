@@ -120,13 +120,18 @@ def _native(layer: Any, x: Tensor, conf: tuple[Any, ...]) -> Tensor:
         return torch.nn.functional.embedding(x, layer.weight, layer.padding_idx)
     if isinstance(layer, nn.modules.conv._ConvNd):
         stride, padding, dilation, groups, transposed, extra = conf
-        return torch.convolution(x, layer.weight, layer.bias, stride, padding, dilation, transposed, extra, groups)
+        return torch.convolution(x, _kernel(layer), layer.bias, stride, padding, dilation, transposed, extra, groups)
     y = x * shaped(layer.weight, x, conf[0]).to(x.dtype)
     return y if layer.bias is None else y + shaped(layer.bias, x, conf[0]).to(x.dtype)
 
 
+def _kernel(layer: Any) -> Tensor:
+    """The kernel the layer convolves with: W-hat of a standardised one, whose gradient is collected in W's place."""
+    return layer.effective_weight() if hasattr(layer, "effective_weight") else layer.weight
+
+
 def _input_gradient(layer: Any, x: Tensor, d: Tensor, conf: tuple[Any, ...]) -> Tensor:
-    weight = layer.weight.to(d.dtype)
+    weight = _kernel(layer).to(d.dtype)
     if isinstance(layer, nn.Linear):
         return d @ weight
     if isinstance(layer, nn.modules.conv._ConvNd):

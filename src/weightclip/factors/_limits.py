@@ -84,6 +84,26 @@ def squared_norm(value: Tensor) -> Tensor:
     return flat.square().sum(1)
 
 
+def eager_twin(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """The same Function with forward and setup_context in one: torch binds its arguments far faster, outside transforms.
+
+    ``torch.func`` and ``torch.compile`` need the original.
+    """
+
+    def forward(ctx, *args):
+        output = function.forward(*args)
+        function.setup_context(ctx, args, output)
+        return output
+
+    name = f"Eager{function.__name__}"
+    return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": function.backward})
+
+
+def transforming() -> bool:
+    """Whether a torch.func transform or the compiler is looking."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 @dataclass
 class _Mode:
     plain: bool = False

@@ -15,10 +15,16 @@ from weightclip.factors._conv import ConvFunction
 from weightclip.factors._dense import DenseFunction
 from weightclip.factors._embedding import EmbeddingFunction
 from weightclip.factors._joint import JointCap, joint_forward
-from weightclip.factors._limits import CAP, COTANGENT, KIND_SHIFT, RADIUS, Product, is_plain
+from weightclip.factors._limits import CAP, COTANGENT, KIND_SHIFT, RADIUS, Product, eager_twin, is_plain, transforming
 from weightclip.factors._record_norms import CHEAPEST
 
 _INF = float("inf")
+_EAGER = {f: eager_twin(f) for f in (AffineFunction, ConvFunction, DenseFunction, EmbeddingFunction)}
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    chosen = function if transforming() else _EAGER[function]
+    return chosen.apply(*args)  # type: ignore[return-value]
 
 
 class _Private:
@@ -49,11 +55,15 @@ class PrivateLinear(_Private, nn.Linear):
             return nn.Linear.forward(self, input)
         if self._wc_joint is not None:
             return joint_forward(self, input)
-        return DenseFunction.apply(input, self.weight, self.bias, *self._conf())  # type: ignore[return-value]
+        return _apply(DenseFunction, input, self.weight, self.bias, *self._conf())
 
 
 class _PrivateConv(_Private):
-    """Shared by the three convolutions."""
+    """Shared by the convolutions."""
+
+    def _kernel(self) -> Tensor:
+        conv: Any = self
+        return conv.weight
 
     def forward(self, input: Tensor) -> Tensor:
         """Native forward; padding that convolution kernels do not know is done first, outside the product."""
@@ -71,9 +81,11 @@ class _PrivateConv(_Private):
         zeros = (0,) * len(conv.kernel_size)
         if self._wc_joint is not None:
             return joint_forward(conv, input, (conv.stride, tuple(padding), conv.dilation, conv.groups, False, zeros))
-        return ConvFunction.apply(  # type: ignore[return-value]
-            input, conv.weight, conv.bias, *self._conf(), conv.stride, padding, conv.dilation, conv.groups, False, zeros
-        )
+        return _apply(
+            ConvFunction,
+            input, self._kernel(), conv.bias, *self._conf(), conv.stride, padding, conv.dilation, conv.groups, False,
+            zeros,
+        )  # fmt: skip
 
 
 class PrivateConv1d(_PrivateConv, nn.Conv1d):
@@ -94,6 +106,35 @@ class PrivateConv3d(_PrivateConv, nn.Conv3d):
     _wc_native = nn.Conv3d
 
 
+class _InPlaceOf(torch.autograd.Function):
+    """The effective kernel, whose gradient lands unchanged in the slot of the parameter it is made from."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight, effective):
+        """The effective kernel."""
+        return effective.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Nothing to keep."""
+
+    @staticmethod
+    def backward(ctx, d):
+        """dL/dW-hat in W's slot: the release adds the noise there and pulls it back afterwards."""
+        return d, None
+
+
+class PrivateStandardizedConv2d(_PrivateConv, wnn.StandardizedConv2d):
+    """StandardizedConv2d with bounded factors; the gradient of ``weight`` is that of the effective kernel."""
+
+    _wc_native = wnn.StandardizedConv2d
+
+    def _kernel(self) -> Tensor:
+        return _InPlaceOf.apply(self.weight, self.effective_weight().detach())  # type: ignore[return-value]
+
+
 class _PrivateConvTranspose(_Private):
     """Shared by the three transposed convolutions."""
 
@@ -109,7 +150,8 @@ class _PrivateConvTranspose(_Private):
         if self._wc_joint is not None:
             conf = (conv.stride, conv.padding, conv.dilation, conv.groups, True, tuple(extra))
             return joint_forward(conv, input, conf)
-        return ConvFunction.apply(  # type: ignore[return-value]
+        return _apply(
+            ConvFunction,
             input, conv.weight, conv.bias, *self._conf(), conv.stride, conv.padding, conv.dilation, conv.groups, True,
             tuple(extra),
         )  # fmt: skip
@@ -144,8 +186,14 @@ class PrivateEmbedding(_Private, nn.Embedding):
             return nn.Embedding.forward(self, input)
         if self._wc_joint is not None:
             return joint_forward(self, input)
-        return EmbeddingFunction.apply(  # type: ignore[return-value]
-            input, self.weight, self._wc_limits, self._wc_flags, self.padding_idx, self._wc_product.dtype
+        return _apply(
+            EmbeddingFunction,
+            input,
+            self.weight,
+            self._wc_limits,
+            self._wc_flags,
+            self.padding_idx,
+            self._wc_product.dtype,
         )
 
 
@@ -166,7 +214,7 @@ class _PrivateNorm(_Private):
         x = self._normalised(input)
         if self._wc_joint is not None:
             return joint_forward(layer, x, (first,))
-        return AffineFunction.apply(x, layer.weight, layer.bias, limits, flags, beta, first)  # type: ignore[return-value]
+        return _apply(AffineFunction, x, layer.weight, layer.bias, limits, flags, beta, first)
 
 
 class PrivateSafeGroupNorm(_PrivateNorm, wnn.SafeGroupNorm):
@@ -210,7 +258,7 @@ _SWAPS: dict[type, type] = {
     for c in (
         PrivateLinear, PrivateConv1d, PrivateConv2d, PrivateConv3d, PrivateConvTranspose1d, PrivateConvTranspose2d,
         PrivateConvTranspose3d, PrivateEmbedding, PrivateSafeGroupNorm, PrivateSafeInstanceNorm, PrivateSafeLayerNorm,
-        PrivateGroupNorm, PrivateLayerNorm,
+        PrivateGroupNorm, PrivateLayerNorm, PrivateStandardizedConv2d,
     )
 }  # fmt: skip
 
