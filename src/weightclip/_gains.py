@@ -115,8 +115,6 @@ class WeightClipper:
             module, limit = model.get_submodule(path), bounds.of("weight_norm", path)
             if hasattr(module, "effective_weight"):  # clipping W would not bound W-hat, whose norm is certified anyway
                 continue
-            if hasattr(module, "effective_weight"):  # clipping W would not bound W-hat, whose norm is certified anyway
-                continue
             if limit is not None and is_layer(module) and cast(Tensor, module.weight).requires_grad:
                 self.work.append((cast(Tensor, module.weight), float(limit), norm_function(module, bounds.p)))
                 self.limits[path] = float(limit)

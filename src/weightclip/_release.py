@@ -26,7 +26,6 @@ class Block:
     layer: int
     beta: float  # native gradient times beta carries the layer's noise
     pull_back: Callable[[Tensor], Tensor] | None = None  # from the effective weight to the parameter, after the noise
-    pull_back: Callable[[Tensor], Tensor] | None = None  # from the effective weight to the parameter, after the noise
 
 
 class Release:

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from weightclip import nn as wnn
-from weightclip import nn as wnn
 from weightclip.bounds._conv_norms import overlap
 from weightclip.bounds._layer import LayerRule, Numerics, bias_norm, pythagoras, register_layer
 from weightclip.bounds._layer_norms import layer_norm_tensor
@@ -82,17 +81,8 @@ class StandardizedConvRule(ConvRule):
     """
 
 
-class StandardizedConvRule(ConvRule):
-    """A convolution whose parameter is its effective kernel W-hat (SOUNDNESS 3, reparametrised weights).
-
-    The gain is that of W-hat, the factor is that of a convolution, and the sensitivity bounds dL/dW-hat, which has as
-    many entries as W: the noise belongs there, and the release pulls it back through the public Jacobian.
-    """
-
-
 for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
     register_layer(_kind, ConvRule())
 for _kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
     register_layer(_kind, ConvTransposeRule())
-register_layer(wnn.StandardizedConv2d, StandardizedConvRule())
 register_layer(wnn.StandardizedConv2d, StandardizedConvRule())

@@ -135,35 +135,6 @@ class PrivateStandardizedConv2d(_PrivateConv, wnn.StandardizedConv2d):
         return _InPlaceOf.apply(self.weight, self.effective_weight().detach())  # type: ignore[return-value]
 
 
-class _InPlaceOf(torch.autograd.Function):
-    """The effective kernel, whose gradient lands unchanged in the slot of the parameter it is made from."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(weight, effective):
-        """The effective kernel."""
-        return effective.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        """Nothing to keep."""
-
-    @staticmethod
-    def backward(ctx, d):
-        """dL/dW-hat in W's slot: the release adds the noise there and pulls it back afterwards."""
-        return d, None
-
-
-class PrivateStandardizedConv2d(_PrivateConv, wnn.StandardizedConv2d):
-    """StandardizedConv2d with bounded factors; the gradient of ``weight`` is that of the effective kernel."""
-
-    _wc_native = wnn.StandardizedConv2d
-
-    def _kernel(self) -> Tensor:
-        return _InPlaceOf.apply(self.weight, self.effective_weight().detach())  # type: ignore[return-value]
-
-
 class _PrivateConvTranspose(_Private):
     """Shared by the three transposed convolutions."""
 
