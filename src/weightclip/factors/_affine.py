@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from weightclip.factors._limits import CAP, cap_scale, masked, record_scale, squared_norm
+from weightclip.factors._limits import CAP, cap_scale, masked, product_rounding, record_scale, squared_norm, wide
 
 
 def shaped(value: Tensor, like: Tensor, first: int) -> Tensor:
@@ -20,11 +22,17 @@ def summed(value: Tensor, shape: torch.Size, first: int) -> Tensor:
 
 
 def affine_record_norm(x: Tensor, d: Tensor, dims: list[int], beta: float) -> Tensor:
-    """Exact norm of each record's gradient of (gamma, beta b); ``dims`` are those the parameters do not have."""
-    weight_part, bias_part = d.float() * x.float(), d.float()
+    """Norm of each record's gradient of (gamma, beta b), never less than what is formed (positions may cancel).
+
+    ``dims`` are the dimensions the parameters do not have.
+    """
+    bias_part = d.double()
+    weight_part = bias_part * x.double()
+    free = (weight_part.flatten(1).abs().sum(1) + beta * bias_part.flatten(1).abs().sum(1)).square()
     if dims:
         weight_part, bias_part = weight_part.sum(dims), bias_part.sum(dims)
-    return (weight_part.flatten(1).square().sum(1) + beta**2 * bias_part.flatten(1).square().sum(1)).sqrt()
+    exact = weight_part.flatten(1).square().sum(1) + beta**2 * bias_part.flatten(1).square().sum(1)
+    return (exact.sqrt() + 2 * product_rounding(math.prod(x.shape[1:]), torch.float64) * free.sqrt()).float()
 
 
 class AffineFunction(torch.autograd.Function):
@@ -59,7 +67,7 @@ class AffineFunction(torch.autograd.Function):
                 shared = 1
                 for k in dims:
                     shared *= x.shape[k]
-                energy = x.float().square()
+                energy = wide(x).square()
                 energy = energy.sum(dims) if dims else energy
                 bias_part = beta if ctx.needs_input_grad[2] else 0.0
                 # columns of different channels are disjoint: the parameter factor is the largest channel's norm

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from weightclip.factors._limits import CAP, KIND_SHIFT, cap_scale, masked, record_scale, squared_norm
+from weightclip.factors._limits import CAP, KIND_SHIFT, cap_scale, masked, record_scale, squared_norm, wide
 from weightclip.factors._record_norms import FREE, Geometry, conv_record_norm
 
 
@@ -21,12 +21,12 @@ def patch_counts(size: int, kernel: int, stride: int, dilation: int, padding: in
 
 def patch_norm_squared(x: Tensor, out: tuple[int, ...], kernel, stride, dilation, padding) -> Tensor:
     """||U_i||_F^2 of each record's patch matrix, without forming it: squares weighted by patch counts."""
-    energy = (x if x.dtype == torch.float64 else x.float()).square().sum(1)  # records x spatial
+    energy = wide(x).square().sum(1) + x.shape[1] * torch.finfo(torch.float32).tiny  # records x spatial
     for axis in reversed(range(len(out))):
         counts = patch_counts(
             x.shape[2 + axis], kernel[axis], stride[axis], dilation[axis], padding[axis], out[axis], x
         ).to(energy.dtype)
-        energy = energy @ counts
+        energy = (energy * counts).sum(-1)  # no matrix product: those may round operands to TF32
     return energy
 
 
@@ -96,7 +96,7 @@ class ConvFunction(torch.autograd.Function):
                     if flags & CAP and caps != FREE and not transposed:
                         scale = record_scale(x_norm, d_norm, limits, flags & ~CAP)
                         geometry = Geometry(tuple(kernel), stride, padding, dilation, groups)
-                        norm = conv_record_norm(x, d, geometry, bias_part, caps)
+                        norm = conv_record_norm(x, d, geometry, bias_part, caps, dtype)
                         scale = cap_scale(scale, norm, x_norm, d_norm, limits)
                     else:
                         scale = record_scale(x_norm, d_norm, limits, flags)

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._limits import CAP, cap_scale, masked, record_scale, squared_norm
+from weightclip.factors._limits import CAP, cap_scale, masked, product_rounding, record_scale, squared_norm
 
 
-def dense_scale(x: Tensor, d: Tensor, limits: Tensor, flags: int, beta: float) -> Tensor | None:
+def dense_scale(
+    x: Tensor, d: Tensor, limits: Tensor, flags: int, beta: float, product: torch.dtype = torch.float64
+) -> Tensor | None:
     """Scale of each record: exact product norm for one position, position Grams where a cap meets several."""
     if flags == 0:
         return None
-    places = x[0].numel() // max(1, x.shape[-1])
+    places = math.prod(x.shape[1:-1])
     x_norm, d_norm = (squared_norm(x) + beta**2 * places).sqrt(), squared_norm(d).sqrt()
     if flags & CAP and places > 1:
         scale = record_scale(x_norm, d_norm, limits, flags & ~CAP)
-        return cap_scale(scale, position_gram(x, d, beta), x_norm, d_norm, limits)
+        return cap_scale(scale, position_gram(x, d, beta, product), x_norm, d_norm, limits)
     return record_scale(x_norm, d_norm, limits, flags)
 
 
-def position_gram(x: Tensor, d: Tensor, beta: float) -> Tensor:
-    """||sum_s delta_s (x_s, beta)^T||_F of each record by S x S Grams in float64 (float32 cancels)."""
+def position_gram(x: Tensor, d: Tensor, beta: float, product: torch.dtype = torch.float64) -> Tensor:
+    """||sum_s delta_s (x_s, beta)^T||_F of each record by S x S Grams in float64, never less than what is formed.
+
+    Positions may cancel: the Grams' own rounding, c 2^-53 ||(x, beta)||^2 ||delta||^2, is added before the root, and
+    that of the product after it (SOUNDNESS 4; float32 once cancelled 612 to 563).
+    """
     xs, ds = x.flatten(1, -2).double(), d.flatten(1, -2).double()
+    places = xs.shape[1]
     gram = (xs @ xs.transpose(1, 2) + beta**2) * (ds @ ds.transpose(1, 2))
-    return gram.sum((1, 2)).clamp(min=0).sqrt().to(torch.float32)
+    free = (xs.square().sum((1, 2)) + beta**2 * places) * ds.square().sum((1, 2))
+    terms = xs.shape[2] + ds.shape[2] + places**2 + 8
+    exact = (gram.sum((1, 2)).clamp(min=0) + terms * 2.0**-53 * free).sqrt()
+    return (exact + product_rounding(places, product) * free.sqrt()).to(torch.float32)
 
 
 def dense_product(x: Tensor, d: Tensor, scale: Tensor | None, dtype: torch.dtype, chunk: int) -> Tensor:
@@ -75,7 +87,7 @@ class DenseFunction(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 gx = (d @ weight.to(d.dtype)).to(x.dtype)
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-                scale = dense_scale(x, d, limits, flags, beta if ctx.needs_input_grad[2] else 0.0)
+                scale = dense_scale(x, d, limits, flags, beta if ctx.needs_input_grad[2] else 0.0, dtype)
                 if ctx.needs_input_grad[1]:
                     gw = dense_product(x, d, scale, dtype, chunk).to(weight.dtype)
                 if ctx.needs_input_grad[2]:

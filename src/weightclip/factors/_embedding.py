@@ -35,7 +35,7 @@ class EmbeddingFunction(torch.autograd.Function):
         scale = None
         if flags:
             d_norm = squared_norm(d).sqrt()
-            x_norm = torch.full_like(d_norm, math.sqrt(max(1, indices[0].numel())))
+            x_norm = torch.full_like(d_norm, math.sqrt(max(1, math.prod(indices.shape[1:]))))
             scale = record_scale(x_norm, d_norm, limits, flags)
         values = masked(d, scale, True).to(dtype)
         grad = torch.ops.aten.embedding_dense_backward(values, indices, rows, padding_idx, False)

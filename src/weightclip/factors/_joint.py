@@ -52,10 +52,13 @@ class JointCap:
     deliver: Callable[[nn.Parameter, Tensor], None]
     caps: int = CHEAPEST
     uses: list[_Use] = field(default_factory=list)
+    task: int = -1
 
     def add(self, use: _Use) -> None:
         """Called inside a layer's backward."""
-        if not self.uses:
+        task = torch._C._current_graph_task_id()
+        if not self.uses or task != self.task:  # factors left by a backward pass that failed are dropped
+            self.uses, self.task = [], task
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
         self.uses.append(use)
 
@@ -148,12 +151,11 @@ def _record_norm(use: _Use, caps: int) -> Tensor:
     beta = layer._wc_beta if getattr(layer, "bias", None) is not None and layer.bias.requires_grad else 0.0
     d_norm = squared_norm(d).sqrt()
     if isinstance(layer, nn.Linear):
-        places = x[0].numel() // max(1, x.shape[-1])
-        if places > 1:
-            return position_gram(x, d, beta)
+        if math.prod(x.shape[1:-1]) > 1:
+            return position_gram(x, d, beta, layer._wc_product.dtype)
         return (squared_norm(x) + beta**2).sqrt() * d_norm
     if isinstance(layer, nn.Embedding):
-        return d_norm * math.sqrt(max(1, x[0].numel()))
+        return d_norm * math.sqrt(max(1, math.prod(x.shape[1:])))
     if isinstance(layer, nn.modules.conv._ConvNd):
         stride, padding, dilation, groups, transposed, _ = use.conf
         kernel, out = tuple(layer.kernel_size), tuple(d.shape[2:])
@@ -163,9 +165,8 @@ def _record_norm(use: _Use, caps: int) -> Tensor:
         if caps == FREE:
             squares = patch_norm_squared(x, out, kernel, stride, dilation, padding)
             return (squares + beta**2 * math.prod(out)).sqrt() * d_norm
-        return conv_record_norm(
-            x, d, Geometry(kernel, tuple(stride), tuple(padding), tuple(dilation), groups), beta, caps
-        )
+        geometry = Geometry(kernel, tuple(stride), tuple(padding), tuple(dilation), groups)
+        return conv_record_norm(x, d, geometry, beta, caps, layer._wc_product.dtype)
     first = use.conf[0]
     dims = [k for k in range(1, x.dim()) if not first <= k < first + layer.weight.dim()]
     return affine_record_norm(x, d, dims, beta)

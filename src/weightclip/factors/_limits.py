@@ -73,15 +73,28 @@ def masked(value: Tensor, scale: Tensor | None, times_scale: bool) -> Tensor:
         return value
     shape = (-1,) + (1,) * (value.dim() - 1)
     factor = scale.view(shape)
-    result = value.float() * factor if times_scale else value
+    result = wide(value) * factor if times_scale else value
     return torch.where(factor > 0, result, torch.zeros((), dtype=result.dtype, device=result.device))
 
 
 def squared_norm(value: Tensor) -> Tensor:
-    """Sum of squares of each record, in float32 or better."""
-    flat = value.flatten(1)
-    flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-    return flat.square().sum(1)
+    """Sum of squares of each record, in float32 or better, and what squares smaller than that type can hide."""
+    flat = wide(value).flatten(1)
+    return flat.square().sum(1) + flat.shape[1] * torch.finfo(torch.float32).tiny
+
+
+def wide(value: Tensor) -> Tensor:
+    """The tensor in float32 or better."""
+    return value if value.dtype in (torch.float32, torch.float64) else value.float()
+
+
+def product_rounding(terms: int, product: torch.dtype) -> float:
+    """Share of ||x|| ||delta|| by which a record's product of ``terms`` summands may differ from the exact one.
+
+    Cotangents are scaled in float32; the sum is formed in ``product``. Where positions cancel, the gradient is far
+    smaller than that product, so a cap on the exact norm needs this share on top.
+    """
+    return 2.0**-23 + (terms + 4) * (2.0**-23 if product == torch.float32 else 2.0**-52)
 
 
 def eager_twin(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weightclip.factors._limits import product_rounding
+
 
 class CapNorm(enum.IntEnum):
     """How the norm of a record's gradient of a convolution is found (see the module's text)."""
@@ -70,18 +72,27 @@ def patches(x: Tensor, geometry: Geometry) -> Tensor:
     return flat.reshape(x.shape[0], geometry.groups, -1, math.prod(places))
 
 
-def conv_record_norm(x: Tensor, d: Tensor, geometry: Geometry, beta: float, kind: int, chunk: int = 64) -> Tensor:
-    """Bound of ||(U, beta 1) deltaT||_F of each record, float64 inside so that Grams do not cancel; float32 out."""
+def conv_record_norm(
+    x: Tensor, d: Tensor, geometry: Geometry, beta: float, kind: int, product: torch.dtype = torch.float64,
+    chunk: int = 64,
+) -> Tensor:  # fmt: skip
+    """Bound of ||(U, beta 1) deltaT||_F of each record, never less than what is formed in type ``product``.
+
+    float64 inside, with its own rounding and that of the product added, since positions may cancel; float32 out.
+    """
     kind = cheapest(kind, x, d, geometry)
     parts = []
     for start in range(0, x.shape[0], chunk):
-        parts.append(_norm(x[start : start + chunk], d[start : start + chunk], geometry, beta, kind))
+        parts.append(_norm(x[start : start + chunk], d[start : start + chunk], geometry, beta, kind, product))
     return torch.cat(parts) if parts else d.new_zeros(0, dtype=torch.float32)
 
 
-def _norm(x: Tensor, d: Tensor, geometry: Geometry, beta: float, kind: int) -> Tensor:
+def _norm(x: Tensor, d: Tensor, geometry: Geometry, beta: float, kind: int, product: torch.dtype) -> Tensor:
     u = patches(x.double(), geometry)  # records x groups x patch x positions
     e = d.double().flatten(2).unflatten(1, (geometry.groups, -1))  # records x groups x out x positions
+    places = u.shape[-1]
+    free = (u.square().sum((1, 2, 3)) + beta**2 * places) * e.square().sum((1, 2, 3))
+    rounding = product_rounding(places, product) * free.sqrt()
     if kind == FREE:
         square = (u.square().sum((2, 3)) + beta**2 * u.shape[-1]) * e.square().sum((2, 3))
         return square.sum(1).sqrt().float()
@@ -89,10 +100,12 @@ def _norm(x: Tensor, d: Tensor, geometry: Geometry, beta: float, kind: int) -> T
         row = u.new_full((*u.shape[:2], 1, u.shape[-1]), beta)
         v = torch.cat([u, row], 2)
         left, right = v @ v.mT, e @ e.mT
-        return (left.square().sum((2, 3)).sqrt() * right.square().sum((2, 3)).sqrt()).sum(1).sqrt().float()
+        square = (left.square().sum((2, 3)).sqrt() * right.square().sum((2, 3)).sqrt()).sum(1)
+        return (square.sqrt() + rounding).float()
     if kind == POSITION:
         gram = (u.mT @ u + beta**2) * (e.mT @ e)
-        return gram.sum((1, 2, 3)).clamp(min=0).sqrt().float()
+        terms = u.shape[2] + e.shape[2] + places**2 + 8
+        return ((gram.sum((1, 2, 3)).clamp(min=0) + terms * 2.0**-53 * free).sqrt() + rounding).float()
     gradient = u @ e.mT  # records x groups x patch x out
     square = gradient.square().sum((1, 2, 3)) + beta**2 * e.sum(3).square().sum((1, 2))
-    return square.sqrt().float()
+    return (square.sqrt() + rounding).float()
