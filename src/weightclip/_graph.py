@@ -67,7 +67,7 @@ class Graph:
 
 
 def trace(model: nn.Module, example: Any) -> Graph:
-    """The graph of ``model`` on inputs shaped like ``example`` (a batch, or a tuple of batches; only shapes are used)."""
+    """The graph of ``model`` on inputs shaped like ``example`` (a batch or a tuple of batches; only shapes matter)."""
     _refuse_modules(model)
     refuse_gradient_hooks(model)
     args = tuple(example) if isinstance(example, (tuple, list)) else (example,)
@@ -213,8 +213,8 @@ class _Contraction:
         kind = str(node.target) if node.target is not operator.getitem else kind
         if rule is None:
             raise CertificationError(
-                f"node '{node.name}' ({kind}) has no rule. Fix: register one with weightclip.register_rule({kind}, ...) "
-                "or put the operation in a module and register a rule for its type."
+                f"node '{node.name}' ({kind}) has no rule. Fix: register one with weightclip.register_rule({kind}, "
+                "...) or put the operation in a module and register a rule for its type."
             )
         edges: list[int] = []
 

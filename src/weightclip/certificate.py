@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightclip._graph import Graph, trace
+from weightclip._graph import Graph, Node, trace
 from weightclip.bounds import Numerics, Scalar, least, plus, times
 from weightclip.config import Bounds
 from weightclip.errors import CertificationError
@@ -107,6 +107,13 @@ class Plan:
                 )
         if not self.layers:
             raise CertificationError("the model has no trainable parameters: nothing to make private.")
+        named = {node.op.path for node in graph.nodes}
+        for path in bounds.projections():
+            if bounds.p != 2 and path and path not in named:
+                raise CertificationError(
+                    f"input_radius names '{path}', which is no layer of the graph: for p = {bounds.p} the gain of its "
+                    "projection would be missing. Fix: name the first layer inside it, or use p = 2."
+                )
         self._static = {}
         for i, node in enumerate(graph.nodes):
             if node.rule is not None:
@@ -122,7 +129,9 @@ class Plan:
         """
         gains, outputs = self._forward(numerics, known or {})
         cotangents = self._backward(gains)
-        return {path: self._layer(path, uses, gains, outputs, cotangents) for path, uses in self.layers.items()}
+        found = {path: self._layer(path, uses, gains, outputs, cotangents) for path, uses in self.layers.items()}
+        self._refuse_overflow(outputs)
+        return found
 
     def certificate(self, evaluations: dict[str, Evaluation], slack: float = 1.0) -> Certificate:
         """The evaluation as numbers; ``slack`` multiplies every sensitivity (rounding of the sum over records)."""
@@ -138,29 +147,67 @@ class Plan:
     def _forward(self, numerics: Numerics, known: Mapping[str, Tensor]):
         """Per node: the gain of each edge (chain exponent), and an l2 bound of its output, as enforced."""
         nodes, p = self.graph.nodes, self.bounds.p
-        project = self.bounds.projections()
+        half = 1.0 if numerics.weights.itemsize >= 4 else 1 + numerics.operand  # activations and cotangents round too
         gains: list[tuple[Scalar, ...]] = []
         outputs: list[Scalar] = []
         for i, node in enumerate(nodes):
+            if not node.op.floating:  # integers are not projected and not measured
+                outputs.append(math.inf)
+                gains.append((0.0,) * len(node.edges))
+                continue
             if node.is_input:
-                radius = project.get("", math.inf)
-                outputs.append(radius * (1 + (math.prod(node.op.out_shape) + 8) * _U))
+                outputs.append(_projected(self.bounds.projections().get("", math.inf), node.op.out_shape))
                 gains.append(())
                 continue
-            inputs = [outputs[e] for e in node.edges]
-            if node.op.path in project and node.op.path:
-                inputs = [least(x, project[node.op.path] * (1 + 1e-5)) for x in inputs]
+            inputs = self._inputs(node, outputs)
             if node.rule is not None:
                 chain, forward = self._static[i]
-                gains.append(chain.gains)
-                outputs.append(forward.output(inputs))
+                gains.append(tuple(times(g, self._entry_gain(node, e) * half) for e, g in enumerate(chain.gains)))
+                outputs.append(times(forward.output(inputs), half))
                 continue
             assert node.layer is not None and node.op.module is not None
             module, path = node.op.module, node.op.path
             c2 = _host(known[path] if path in known else node.layer.gain(module, node.op, 2, numerics))
-            gains.append((c2 if p == 2 else _host(node.layer.gain(module, node.op, p, numerics)),))
-            outputs.append(_host(node.layer.output(module, node.op, c2, inputs[0])))
+            chained = c2 if p == 2 else _host(node.layer.gain(module, node.op, p, numerics))
+            gains.append((times(chained, self._entry_gain(node, 0)),))
+            outputs.append(times(_host(node.layer.output(module, node.op, c2, inputs[0])), half))
         return gains, outputs
+
+    def _inputs(self, node: Node, outputs: list[Scalar]) -> list[Scalar]:
+        """l2 bounds of a node's inputs, after the projection its module may have."""
+        radius = self.bounds.projections().get(node.op.path, math.inf) if node.op.path else math.inf
+        return [least(outputs[e], _projected(radius, s)) for e, s in zip(node.edges, node.op.shapes, strict=True)]
+
+    def _entry_gain(self, node: Node, edge: int) -> float:
+        """Gain of the projection in front of a module: 1 for p = 2, (1 + sqrt(n))/2 for p = 1, inf."""
+        if self.bounds.p == 2 or not node.op.path or node.op.path not in self.bounds.projections():
+            return 1.0
+        return (1 + math.sqrt(math.prod(node.op.shapes[edge]))) / 2
+
+    def _refuse_overflow(self, outputs: list[Scalar]) -> None:
+        """Behind a value without a bound, activations may overflow to NaN although their own bound is finite.
+
+        Layers with an enforced factor drop such records; a layer without one would add NaN to the sum.
+        """
+        nodes = self.graph.nodes
+        source: list[int | None] = []
+        for i, node in enumerate(nodes):
+            floating = [e for e in node.edges if nodes[e].op.floating]
+            behind = [source[e] for e in floating if source[e] is not None]
+            unbounded = any(isinstance(outputs[e], float) and math.isinf(outputs[e]) for e in floating)
+            source.append(behind[0] if behind else (i if unbounded else None))
+        first = source[self.graph.output]
+        if first is None:
+            return
+        enforced = ("layer_radius", "cotangent_radius", "layer_cap", "joint_cap")
+        for path in self.layers:
+            if all(self.bounds.of(name, path) is None for name in enforced):
+                op = nodes[first].op
+                raise CertificationError(
+                    f"layer '{path}': the input of node '{op.name}' ({op.kind}) has no bound, so a record may overflow "
+                    "there and its gradient would not be finite. "
+                    f"Fix: set input_radius, or cotangent_radius for '{path}'."
+                )
 
     def _backward(self, gains: list[tuple[Scalar, ...]]) -> list[Scalar]:
         """L at each node: the sum over its outgoing edges of L_u c_edge (edges, not users)."""
@@ -179,13 +226,10 @@ class Plan:
         total: Scalar = 0.0
         x_bound: Scalar = 0.0
         l_bound: Scalar = 0.0
-        project = bounds.projections()
         for i in uses:
             node = self.graph.nodes[i]
             assert node.layer is not None and node.op.module is not None
-            x = outputs[node.edges[0]]
-            if path in project and path:
-                x = least(x, project[path] * (1 + 1e-5))
+            x = self._inputs(node, outputs)[0]
             module, op = node.op.module, node.op
             a2, ap = (node.layer.factor(module, op, x, beta, e) for e in (2, p))
             size = math.prod(op.out_shape)
@@ -222,14 +266,23 @@ class Plan:
                     return (f"layer '{path}': its input has no bound, because node '{op.name}' ({op.kind}) has none. "
                             f"Fix: {radius}, or put weightclip.nn.Project after that node.")  # fmt: skip
                 before = infinite[0]
-            return (f"layer '{path}': its input has no bound, because the model's input '{nodes[before].op.name}' has no "
-                    f"radius. Fix: set input_radius, or {radius}.")  # fmt: skip
+            op = nodes[before].op
+            if not op.floating:
+                return (f"layer '{path}': its input has no bound, because the model's input '{op.name}' holds integers, "
+                        f"which are not projected. Fix: pass floating-point inputs, or {radius}.")  # fmt: skip
+            return (f"layer '{path}': its input has no bound, because the model's input '{op.name}' has no radius. "
+                    f"Fix: set input_radius, or {radius}.")  # fmt: skip
         for i in range(index + 1, len(nodes)):
             if any(isinstance(g, float) and math.isinf(g) for g in gains[i]):
                 op = nodes[i].op
-                return (f"layer '{path}': the gradient that reaches it has no bound, because node '{op.name}' ({op.kind}) "
-                        f"has no finite gain. Fix: set Bounds.cotangent_radius for '{path}'.")  # fmt: skip
+                return (f"layer '{path}': the gradient that reaches it has no bound, because node '{op.name}' "
+                        f"({op.kind}) has no finite gain. Fix: set Bounds.cotangent_radius for '{path}'.")  # fmt: skip
         return f"layer '{path}' has no finite sensitivity. Fix: set layer_radius and cotangent_radius for it."
+
+
+def _projected(radius: float, shape: tuple[int, ...]) -> float:
+    """What float32 leaves of a projection on a ball."""
+    return radius * (1 + (math.prod(shape) + 8) * _U)
 
 
 def _host(value: Scalar) -> Scalar:

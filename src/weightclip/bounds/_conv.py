@@ -13,6 +13,7 @@ from weightclip.bounds._conv_norms import overlap
 from weightclip.bounds._layer import LayerRule, Numerics, bias_norm, pythagoras, register_layer
 from weightclip.bounds._layer_norms import layer_norm_tensor
 from weightclip.bounds._rule import Op, Scalar, plus, times
+from weightclip.errors import CertificationError
 
 
 def kernel_overlap(module: _ConvNd) -> int:
@@ -32,6 +33,11 @@ class ConvRule(LayerRule):
             raise op.refuse(f"padding_mode='{conv.padding_mode}' has no rule", "use padding_mode='zeros'")
         if len(op.shapes[0]) != len(conv.kernel_size) + 1:
             raise op.refuse("the input has no record dimension", "pass batches: records on dimension 0")
+        if conv.padding_mode == "circular":
+            try:
+                self.gain(module, op, math.inf, Numerics())
+            except CertificationError as error:
+                raise op.refuse(str(error), "use padding_mode='zeros'") from None
 
     def gain(self, module: nn.Module, op: Op, p: float, numerics: Numerics) -> Scalar:
         """Certified operator norm of the kernel as cast, at the certified input size."""
@@ -55,15 +61,33 @@ class ConvRule(LayerRule):
         conv = cast(_ConvNd, module)
         count = math.prod(op.out_shape[1:])
         if math.isinf(p):
-            return pythagoras(module, x, beta)
+            return pythagoras(module, times(math.sqrt(_repeats(conv, op.shapes[0][1:])), x), beta)
         a2 = pythagoras(module, times(math.sqrt(kernel_overlap(conv)), x), beta * math.sqrt(count))
         return times(math.sqrt(conv.out_channels * count), a2) if p == 1 else a2
+
+
+def _repeats(conv: _ConvNd, sizes: tuple[int, ...]) -> int:
+    """How often one patch may hold one entry: more than once where a circular kernel wraps around its input."""
+    if conv.padding_mode != "circular":
+        return 1
+    axes = zip(sizes, conv.kernel_size, conv.dilation, strict=True)
+    return math.prod(-(-k // (n // math.gcd(n, d))) for n, k, d in axes)
 
 
 class ConvTransposeRule(ConvRule):
     """Same m and factors; the operator is the transpose of a convolution."""
 
     in_product = True
+
+    def check(self, module: nn.Module, op: Op) -> None:
+        """The norm is that of the output size the module itself declares."""
+        super().check(module, op)
+        conv = cast(_ConvTransposeNd, module)
+        axes = zip(op.shapes[0][1:], conv.kernel_size, conv.stride, conv.dilation, conv.padding, conv.output_padding,
+                   strict=True)  # fmt: skip
+        declared = tuple((n - 1) * s + d * (k - 1) + 1 - 2 * int(e) + o for n, k, s, d, e, o in axes)
+        if declared != op.out_shape[1:]:
+            raise op.refuse("it is called with an output_size of its own", "set output_padding on the module")
 
     def factor(self, module: nn.Module, op: Op, x: Scalar, beta: float, p: float) -> Scalar:
         """Fallbacks of SOUNDNESS 3: a^(inf) <= a^(2), a^(1) <= sqrt(numel) a^(2)."""
