@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from weightclip._bank import NormBank
-from weightclip.bounds import Numerics, kernel_overlap, layer_norm_tensor, layer_rule
+from weightclip.bounds import Numerics, Scalar, kernel_overlap, layer_norm_tensor, layer_rule
 from weightclip.bounds._layer_norms import effective_weight, is_layer, norm_function
 from weightclip.certificate import Plan
 from weightclip.clipping import Rescale
@@ -30,13 +31,16 @@ class Gains:
         self._age = 0
         # without the DFT bound all norms are of one kind and can be taken together
         self.bank = NormBank(_plain_layers(plan)) if not bounds.spectral and bounds.p == 2 and self.refresh == 1 else None
+        self._free = list(_plain_layers(plan))
         self._clipped: tuple[list[int], dict[str, Tensor]] | None = None
         self._numerics: Numerics | None = None
         self._gain: dict[str, Tensor] = {}
         self._then: dict[str, Tensor] = {}
 
-    def current(self, numerics: Numerics) -> dict[str, Tensor]:
-        """Bounds to use now; empty when every gain is to be evaluated afresh."""
+    def current(self, numerics: Numerics) -> Mapping[str, Scalar]:
+        """Bounds to use now; empty when every gain is to be evaluated afresh, infinite where none is wanted."""
+        if not self.plan.needs_gains:
+            return dict.fromkeys(self._free, math.inf)
         if self.bank is not None:
             return self._from_bank(self.bank, numerics)
         if self.refresh == 1:
@@ -53,17 +57,18 @@ class Gains:
             known[path] = self._gain[path] + math.sqrt(m) * drift * (1 + 1e-6)
         return known
 
-    def _from_bank(self, bank: NormBank, numerics: Numerics) -> dict[str, Tensor]:
+    def _from_bank(self, bank: NormBank, numerics: Numerics) -> dict[str, Scalar]:
         norms = None
         if self._clipped is not None and numerics.weights == torch.float32:
             versions, kept = self._clipped
             norms = kept if versions == self._versions(bank) else None
         norms = bank.norms(numerics.weights) if norms is None else norms
-        known = {}
+        known: dict[str, Scalar] = {}
         for path, norm in norms.items():
             rule = layer_rule(bank.layers[path])
             assert rule is not None
-            known[path] = norm * rule.inflation(bank.layers[path], numerics)
+            factor = rule.inflation(bank.layers[path], numerics)
+            known[path] = float(norm) * factor if norm.device.type == "cpu" else norm * factor
         return known
 
     def _versions(self, bank: NormBank) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,10 @@ class Release:
     def _views(self, flat: Tensor) -> list[Tensor]:
         pieces = flat.split([b.parameter.numel() for b in self.blocks])
         return [v.view(b.parameter.shape) for v, b in zip(pieces, self.blocks, strict=True)]
+
+    def total(self) -> Tensor:
+        """Norm of every parameter; not finite exactly when a weight is not (or is far too large)."""
+        return torch.stack(torch._foreach_norm([b.parameter.detach() for b in self.blocks]))  # type: ignore[attr-defined]
 
     def clear(self) -> None:
         """Forget the sum of an abandoned or released step."""
@@ -134,34 +138,45 @@ class Release:
         self.clear()
 
 
+TAIL = 1e-20  # chance, per step, that a draw exceeds b_max; charged to delta
+
+
 def largest_batch(batch: float, q: float, n: int) -> int:
-    """b_max: exceeded by a Poisson draw with probability below 1e-25 (Bernstein), a public constant.
+    """b_max: exceeded by a Poisson draw with probability below ``TAIL`` (Bernstein), a public constant.
 
-    The mean of the draw is q n; b is its declared value. A declaration more than half too small is not believed.
+    The mean of the draw is q n; b is its declared value. A declaration that is too small is not believed.
     """
-    mean = 1.5 * batch if q * n <= 1.5 * batch else 2.0 ** math.ceil(math.log2(q * n) + 1)
-    return math.ceil(mean + 12 * math.sqrt(mean) + 80)
+    steps = (1.02, 1.5)
+    mean = next((c * batch for c in steps if q * n <= c * batch), 2.0 ** math.ceil(math.log2(max(1.0, q * n)) + 1))
+    nats = -math.log(TAIL)
+    return math.ceil(mean + math.sqrt(2 * mean * nats) + 2 * nats / 3)
 
 
-def sum_slack(plan: Plan, product: Product, b_max: int, physical: int | None) -> list[float]:
-    """Per layer, the factor 1 + 2 n 2^-24 b_max by which rounding of the sum over records can move it (SOUNDNESS 6).
+def sum_slack(plan: Plan, products: Mapping[str, Product], b_max: int, physical: int | None) -> list[float]:
+    """Per layer, the factor by which rounding of products and sums over records can enlarge Delta (SOUNDNESS 6).
 
-    n counts float32 roundings between one record's product and the sum: with float64 products only the final rounding
-    of each physical batch and the additions of batches and uses; with float32 products every addend inside a chunk.
+    A float32 rounding of the sum over records counts 2 2^-24 b_max: the last one of each physical batch, and the
+    additions of batches and of uses. Float32 products of several records add every addend inside a chunk. Products of
+    one record each round that record alone, whoever else is in the batch: (summands + 8) 2^-24 of its own gradient.
     """
     pieces = 1 if physical is None else math.ceil(b_max / physical)
     slack = []
-    for uses in plan.layers.values():
-        n = pieces * len(uses) + 2
-        if product.dtype != torch.float64:
-            rows = product.chunk or (physical or b_max)
-            n += max(rows * _positions(plan, i) for i in uses) + 1
-        slack.append(1 + 2 * n * _U * b_max)
+    for path, uses in plan.layers.items():
+        product = products[path]
+        n, own = float(pieces * len(uses) + 2), 1.0
+        if product.dtype != torch.float64 and product.covered:
+            summands = max(_positions(plan, i) for i in uses)
+            if product.chunk == 1:
+                own = 1 + (summands + 8) * _U
+            else:
+                n += summands * (product.chunk or physical or b_max) + 1
+        slack.append(own * (1 + 2 * n * _U * b_max))
     return slack
 
 
 def _positions(plan: Plan, index: int) -> int:
     """Summands one record contributes to one entry of the weight gradient."""
     op = plan.graph.nodes[index].op
-    out = op.out_shape
-    return math.prod(out[1:]) if len(out) > 1 and "Conv" in op.kind else max(1, math.prod(out) // max(1, out[-1]))
+    if "Conv" in op.kind:
+        return max(math.prod(op.out_shape[1:]), math.prod(op.shapes[0][1:]))
+    return max(1, math.prod(op.out_shape) // max(1, op.out_shape[-1] if op.out_shape else 1))

@@ -23,6 +23,7 @@ NOT_COVERED = (
     "bit patterns of floating-point noise, unless the release is rounded to a grid",
     "other computations of the training loop on the records",
 )
+ROUNDING = "rounding of float32 sums over records (Product.fast)"
 
 
 def with_slack(certificate: Certificate, slack: Sequence[float]) -> Certificate:
@@ -66,7 +67,7 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
         "joint_multiplier": engine._release.multiplier(values, scales) if engine.noise_multiplier > 0 else 0.0,
         "joint_cap": any(t is not None for t in engine._release.joint),
         "secure_noise": engine.streams.is_secure,
-        "not_covered": list(NOT_COVERED),
+        "not_covered": [*NOT_COVERED, *([] if engine.bounds.product.covered else [ROUNDING])],
     }  # fmt: skip
 
 

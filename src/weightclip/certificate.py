@@ -114,13 +114,22 @@ class Plan:
                     f"input_radius names '{path}', which is no layer of the graph: for p = {bounds.p} the gain of its "
                     "projection would be missing. Fix: name the first layer inside it, or use p = 2."
                 )
+        self._checked = False
         self._static = {}
         for i, node in enumerate(graph.nodes):
             if node.rule is not None:
                 forward = node.rule(node.op, 2.0)
                 self._static[i] = (node.rule(node.op, bounds.p) if bounds.p != 2 else forward, forward)
 
-    def evaluate(self, numerics: Numerics, known: Mapping[str, Tensor] | None = None) -> dict[str, Evaluation]:
+    @property
+    def needs_gains(self) -> bool:
+        """Whether weight norms matter: not when weights are free and every layer's factors are bounded by themselves."""
+        b = self.bounds
+        capped = [b.of("layer_cap", k) is not None or b.of("joint_cap", k) is not None for k in self.layers]
+        both = [b.of("layer_radius", k) is not None and b.of("cotangent_radius", k) is not None for k in self.layers]
+        return b.weight_norm is not None or not all(c or f for c, f in zip(capped, both, strict=True))
+
+    def evaluate(self, numerics: Numerics, known: Mapping[str, Scalar] | None = None) -> dict[str, Evaluation]:
         """Bounds of every trainable layer at the present weights.
 
         Args:
@@ -130,7 +139,9 @@ class Plan:
         gains, outputs = self._forward(numerics, known or {})
         cotangents = self._backward(gains)
         found = {path: self._layer(path, uses, gains, outputs, cotangents) for path, uses in self.layers.items()}
-        self._refuse_overflow(outputs)
+        if not self._checked:  # which bounds exist does not change with the weights
+            self._refuse_overflow(outputs)
+            self._checked = True
         return found
 
     def certificate(self, evaluations: dict[str, Evaluation], slack: float = 1.0) -> Certificate:
@@ -144,7 +155,7 @@ class Plan:
                             node.layer.dimension(node.op.module)))  # fmt: skip
         return Certificate(tuple(rows), self.loss_bound, float(self.bounds.p))
 
-    def _forward(self, numerics: Numerics, known: Mapping[str, Tensor]):
+    def _forward(self, numerics: Numerics, known: Mapping[str, Scalar]):
         """Per node: the gain of each edge (chain exponent), and an l2 bound of its output, as enforced."""
         nodes, p = self.graph.nodes, self.bounds.p
         half = 1.0 if numerics.weights.itemsize >= 4 else 1 + numerics.operand  # activations and cotangents round too
@@ -168,6 +179,10 @@ class Plan:
             assert node.layer is not None and node.op.module is not None
             module, path = node.op.module, node.op.path
             c2 = _host(known[path] if path in known else node.layer.gain(module, node.op, 2, numerics))
+            if isinstance(c2, float) and math.isinf(c2):  # not wanted: every layer's factors are bounded
+                gains.append((c2,))
+                outputs.append(c2)
+                continue
             chained = c2 if p == 2 else _host(node.layer.gain(module, node.op, p, numerics))
             gains.append((times(chained, self._entry_gain(node, 0)),))
             outputs.append(times(_host(node.layer.output(module, node.op, c2, inputs[0])), half))

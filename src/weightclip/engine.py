@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.data import DataLoader
 
 from weightclip import _checkpoint, _report
 from weightclip._criterion import PrivateCriterion
 from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import InputProjection, OutputGate
-from weightclip._release import Release, largest_batch, sum_slack
+from weightclip._release import TAIL, Release, largest_batch, sum_slack
 from weightclip._streams import Streams
 from weightclip._validate import (
     check_labels,
@@ -121,11 +122,19 @@ class PrivacyEngine:
         output_shape = self.plan.graph.nodes[self.plan.graph.output].op.out_shape
         check_labels(data_loader.dataset, output_shape, loss)
         check_records(module, inputs)
+        if not self.bounds.spectral:
+            for node in self.plan.graph.nodes:
+                if node.op.module is not None:
+                    node.op.module.__dict__["_wc_dft"] = False
         self._gains = Gains(self.plan, self.bounds)
         self._clip = WeightClipper(module, self.bounds, list(self.plan.layers), self._gains)
         self._clip()
         self.b_max = largest_batch(self.expected_batch_size, self.loader.sample_rate, len(data_loader.dataset))  # type: ignore[arg-type]
-        slack = sum_slack(self.plan, self.bounds.product, self.b_max, max_physical_batch_size)
+        self.products = {
+            path: self.bounds.product.resolve(isinstance(module.get_submodule(path), _ConvNd), self.device)
+            for path in self.plan.layers
+        }
+        slack = sum_slack(self.plan, self.products, self.b_max, max_physical_batch_size)
         self._autocast: torch.dtype | None = None
         self._evaluations = self._evaluate()  # refuses infinite sensitivities before anything is changed
         self._release = Release(
@@ -175,7 +184,7 @@ class PrivacyEngine:
             make_layer_private(
                 self.model.get_submodule(path), radius=self.bounds.of("layer_radius", path),
                 cotangent=self.bounds.of("cotangent_radius", path), cap=self.bounds.of("layer_cap", path),
-                beta=self.bounds.of("bias_scale", path) or 1.0, product=self.bounds.product, caps=self.bounds.caps,
+                beta=self.bounds.of("bias_scale", path) or 1.0, product=self.products[path], caps=self.bounds.caps,
                 joint=None if self.bounds.of("joint_cap", path) is None else joint,
             )  # fmt: skip
         self._gate = OutputGate(self)
@@ -251,7 +260,10 @@ class PrivacyEngine:
 
     def _stop_on_nonfinite(self) -> None:
         often = self.device.type == "cpu" or self.steps % 64 == 0  # on a device this waits for it
-        if often and not bool(torch.isfinite(self._sensitivities).all()):
+        finite = torch.isfinite(self._sensitivities).all()
+        if often and not self.plan.needs_gains:  # the bounds do not look at the weights then
+            finite = finite & torch.isfinite(self._release.total()).all()
+        if often and not bool(finite):
             raise ContractError(
                 "weights are no longer finite: training stops here; the last saved checkpoint is untouched. "
                 "Lower the learning rate or set Bounds(weight_norm=...)."
@@ -273,9 +285,6 @@ class PrivacyEngine:
             block.parameter.grad = None
 
     def _evaluate(self) -> dict[str, Evaluation]:
-        for node in self.plan.graph.nodes:
-            if node.op.module is not None and not self.bounds.spectral:
-                node.op.module.__dict__["_wc_dft"] = False
         numerics = numerics_for(self.device, self._autocast)
         with torch.no_grad():
             return self.plan.evaluate(numerics, self._gains.current(numerics))
@@ -318,12 +327,16 @@ class PrivacyEngine:
         """epsilon of everything released so far, at ``delta``."""
         if self.model is None:
             raise ContractError("this engine has no model yet: call make_private first.")
-        charged = delta - self.steps * 1e-25  # the chance that a draw exceeded b_max (rounding slack)
+        charged = delta - self.steps * TAIL  # the chance that a draw exceeded b_max (rounding slack)
         return epsilon(self.mechanisms(), charged, accountant=self.accountant, adjacency=self.adjacency)
 
     def certificate(self) -> Certificate:
         """The certificate at the present weights; its sensitivities carry the noise of the next step."""
         evaluations = self._evaluate()
+        if not self.plan.needs_gains:  # shown all the same
+            shown = self.plan.evaluate(numerics_for(self.device, self._autocast))
+            for path, evaluation in evaluations.items():
+                evaluation.gain = shown[path].gain
         certificate = self.plan.certificate(evaluations)
         return _report.with_slack(certificate, self._release.slack)
 

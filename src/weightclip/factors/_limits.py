@@ -20,16 +20,34 @@ _TINY = 1e-30  # floor under a norm before dividing by it: a zero record keeps s
 
 @dataclass(frozen=True)
 class Product:
-    """How the weight-gradient product is formed.
+    """How weight-gradient products are formed and summed over records (SOUNDNESS section 6).
 
     Attributes:
-        dtype: Type in which products and their sum over records are formed. float64 makes the rounding of the sum
-            over records negligible; float32 adds ``2 n 2^-24 b_max`` to every sensitivity (SOUNDNESS section 6).
-        chunk: Records per product; partial sums are added in float64. 0: one product for the whole batch.
+        dtype: Type of products and sums. float64 makes the rounding of the sum negligible. None chooses per layer:
+            float64 for dense layers and on devices, one float32 product per record (summed in float64) for
+            convolutions on the CPU, where a record's rounding then is its own and moves nobody else's.
+        chunk: Records per product; partial sums are added in float64. 0: one product for the whole batch. float32
+            products of more than one record add 2 n 2^-24 b_max to the sensitivity, n their summands.
+        covered: False leaves the rounding of float32 sums out of the sensitivities and says so in the report: the
+            speed of ordinary training, at the price of a guarantee that holds for exact sums only.
     """
 
-    dtype: torch.dtype = torch.float64
+    dtype: torch.dtype | None = None
     chunk: int = 0
+    covered: bool = True
+
+    @classmethod
+    def fast(cls) -> Product:
+        """Ordinary float32 products, rounding not covered."""
+        return cls(torch.float32, 0, covered=False)
+
+    def resolve(self, convolution: bool, device: torch.device) -> Product:
+        """The choice for one layer."""
+        if self.dtype is not None:
+            return self
+        if convolution and device.type == "cpu":
+            return Product(torch.float32, 1)
+        return Product(torch.float64, 0)
 
 
 def record_scale(x_norm: Tensor | None, d_norm: Tensor | None, limits: Tensor, flags: int) -> Tensor | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from weightclip import nn as wnn
 from weightclip.errors import CertificationError
@@ -296,7 +297,8 @@ def make_layer_private(
     layer._wc_flags = sum(bit for bit, value in bits if value is not None)
     if cap is not None:
         layer._wc_flags |= int(caps) << KIND_SHIFT
-    layer._wc_beta, layer._wc_product, layer._wc_joint = float(beta), product or Product(), joint
+    chosen = (product or Product()).resolve(isinstance(module, _ConvNd), device)
+    layer._wc_beta, layer._wc_product, layer._wc_joint = float(beta), chosen, joint
 
 
 def make_layer_plain(module: nn.Module) -> None:

@@ -67,6 +67,10 @@ class Loss(ABC):
             g = g * _like_rows(shrink * torch.clamp(self.cap / norm, max=1), g).to(g.dtype)
         return g.masked_fill(_like_rows(~ok, g), 0).to(z.dtype)
 
+    def both(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """`values` and `gradient`; a loss that can share work between them overrides this."""
+        return self.values(z, y), self.gradient(z, y)
+
     def bound(self, output_shape: Sequence[int], p: float = 2) -> float:
         """Upper bound of one record's gradient in the norm dual to a chain in `p` (SOUNDNESS, section 3).
 

@@ -19,6 +19,7 @@ from weightclip.losses._base import (
     _like_rows,
     _mean_rows,
     _rows,
+    _slack,
 )
 from weightclip.losses._envelope import constrained_softmax
 
@@ -85,6 +86,22 @@ class CrossEntropy(Loss):
             logp = torch.log_softmax(v, 1)
             v = -torch.where(target > 0, target * logp, 0).sum(1)
         return self._outer() * _mean_rows(v), ok
+
+    def both(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Shares the softmax in the usual case: class indices, one position, no weights, no cap."""
+        usual = self._one_hot(y) and self.class_weights is None and self.cap is None and z.dim() == 2
+        if not usual or z.dtype != torch.float32 or y.dim() != 1:
+            return super().both(z, y)
+        v = z if self.temperature == 1 else z / self.temperature
+        index, good, ok = self._index(v, y)
+        logp = torch.log_softmax(v, 1)
+        mass = good.to(v.dtype)
+        values = logp.gather(1, index).squeeze(1)
+        ok = ok & torch.isfinite(values) & torch.isfinite(z.sum(1))
+        g = (logp.exp() * mass).scatter_add(1, index, -mass)
+        factor = self._outer() / self.temperature * (1 - _slack(z.dtype, z.dtype))
+        values = torch.where(ok, values * (-self._outer()) * mass.squeeze(1), 0)
+        return values, (g if factor == 1 else g * factor).masked_fill(~ok[:, None], 0)
 
     def _gradient(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         v = z if self.temperature == 1 else z / self.temperature
