@@ -21,29 +21,31 @@ class Gains:
     """l2 gains of the model's Linear and Conv layers between full evaluations.
 
     Formal guarantees:
-        ``current`` returns, for every such layer, an upper bound of its gain at the present weights: a certified norm at
-        some earlier step s plus sqrt(m) ||theta_t - theta_s||_F (m the kernel overlap, 1 for dense layers).
+        ``current`` returns, for every such layer, an upper bound of its gain at the present weights: a certified norm
+        at some earlier step s plus sqrt(m) ||theta_t - theta_s||_F (m the kernel overlap, 1 for dense layers).
     """
 
     def __init__(self, plan: Plan, bounds: Bounds) -> None:
         self.plan, self.refresh = plan, bounds.refresh
-        self._age = 0
+        self._since: int | None = None  # the step of the last snapshot
         # without the DFT bound all norms are of one kind and can be taken together
-        self.bank = NormBank(_plain_layers(plan)) if not bounds.spectral and bounds.p == 2 and self.refresh == 1 else None
+        self.bank = (
+            NormBank(_plain_layers(plan)) if not bounds.spectral and bounds.p == 2 and self.refresh == 1 else None
+        )
         self._clipped: tuple[list[int], dict[str, Tensor]] | None = None
         self._numerics: Numerics | None = None
         self._gain: dict[str, Tensor] = {}
         self._then: dict[str, Tensor] = {}
 
-    def current(self, numerics: Numerics) -> dict[str, Tensor]:
-        """Bounds to use now; empty when every gain is to be evaluated afresh."""
+    def current(self, numerics: Numerics, step: int) -> dict[str, Tensor]:
+        """Bounds to use at ``step``; empty when every gain is to be evaluated afresh."""
         if self.bank is not None:
             return self._from_bank(self.bank, numerics)
         if self.refresh == 1:
             return {}
-        if self._age % self.refresh == 0 or numerics != self._numerics:
+        if self._since is None or not 0 <= step - self._since < self.refresh or numerics != self._numerics:
             self._snapshot(numerics)
-        self._age += 1
+            self._since = step
         known = {}
         for path, then in self._then.items():
             module = self.plan.model.get_submodule(path)
@@ -92,10 +94,10 @@ class Gains:
 
     def reset(self) -> None:
         """Weights were replaced from outside: evaluate afresh next time."""
-        self._age = 0
+        self._since = None
 
     def _snapshot(self, numerics: Numerics) -> None:
-        self._numerics, self._age, self._gain, self._then = numerics, 0, {}, {}
+        self._numerics, self._gain, self._then = numerics, {}, {}
         for node in self.plan.graph.nodes:
             module = node.op.module
             if node.layer is None or module is None or not is_layer(module) or node.op.path in self._gain:
@@ -133,7 +135,12 @@ def _plain_layers(plan: Plan) -> dict[str, nn.Module]:
     found = {}
     for node in plan.graph.nodes:
         module = node.op.module
-        if node.layer is not None and module is not None and is_layer(module) and not hasattr(module, "effective_weight"):
+        if (
+            node.layer is not None
+            and module is not None
+            and is_layer(module)
+            and not hasattr(module, "effective_weight")
+        ):
             found[node.op.path] = module
     return found
 
