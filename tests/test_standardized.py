@@ -31,7 +31,7 @@ def small_net(scale: float = 1.0, floor: float = 1e-3, bias: bool = True) -> nn.
 
 
 def plain_twin(net: nn.Sequential) -> nn.Sequential:
-    """The same function as an ordinary network whose kernels are the effective ones: its gradients are exact dL/dW-hat."""
+    """The same function as an ordinary network with the effective kernels: its gradients are exact dL/dW-hat."""
     layers: list[nn.Module] = []
     for module in net:
         if isinstance(module, StandardizedConv2d):
@@ -138,7 +138,7 @@ def test_noise_is_added_before_the_pull_back(joint):
 
 
 def test_noise_after_the_pull_back_would_be_too_small():
-    """The mutant: one record moves the pulled-back sum by far more than Delta, so noise scaled to Delta would not do."""
+    """The mutant: one record moves the pulled-back sum by far more than Delta."""
     net = small_net(1e-3)
     x, y = project(torch.randn(16, 2, 6, 6), 1.0), torch.randint(0, 3, (16,))
     delta = wc.certify(net, nn.CrossEntropyLoss(), 1.0, x[:1]).sensitivities["2"]

@@ -99,8 +99,7 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
     engine.steps = ledger["steps"] + replayed
     engine.loader.load_state_dict({"draws": ledger["draws"]})
     engine.streams, engine.loader.streams, engine._resumed = streams, streams, resumed
-    engine._release.clear()
-    engine._reset_batch()
+    engine._drop_sum()
     engine._info = None
     engine._gains.reset()
 

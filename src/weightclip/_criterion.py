@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class _Summed(torch.autograd.Function):
-    """Value: sum over records / expected batch size. Backward: the stored per-record gradients, once, unscaled."""
+    """Value: sum over records / expected batch size. Backward: the engine collects the certified gradients, once."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, value: Tensor, gradient: Tensor, engine: PrivacyEngine) -> Tensor:
-        ctx.gradient, ctx.engine = gradient, engine
+    def forward(ctx, logits: Tensor, value: Tensor, todo: tuple[Tensor, Tensor], engine: PrivacyEngine) -> Tensor:
+        ctx.todo, ctx.engine = todo, engine
         return value.clone()
 
     @staticmethod
     def backward(ctx, upstream: Tensor):
-        if ctx.gradient is None:
+        if ctx.todo is None:
             raise ContractError("backward() ran twice through one private loss: call the model and the loss again.")
-        gradient, ctx.gradient = ctx.gradient, None
-        ctx.engine._begin_backward()
-        return gradient, None, None, None
+        todo, ctx.todo = ctx.todo, None
+        ctx.engine._collect(*todo)
+        return None, None, None, None  # nothing flows on: what the engine collected is all there is
 
 
 class PrivateCriterion(nn.Module):
@@ -45,23 +45,29 @@ class PrivateCriterion(nn.Module):
         self.native, self.loss = native, loss
         self.__dict__["_engine"] = engine
 
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, target: Any) -> Tensor:
         """The displayed value: sum over records / expected batch size."""
         if not (torch.is_grad_enabled() and logits.requires_grad):
             return self.native(logits, target)
+        return self._private(logits, target)  # pyright: ignore[reportCallIssue]
+
+    @torch.compiler.disable
+    def _private(self, logits: Tensor, target: Any) -> Tensor:
         engine: PrivacyEngine = self.__dict__["_engine"]
-        mask = engine._begin_loss(logits)
+        passage, mask = engine._begin_loss(logits)
         detached = logits.detach()
-        gradient = self.loss.gradient(detached, target)
         with torch.no_grad():
-            values = self.loss.values(detached, target)
+            values, gradient = self.loss.both(detached, target)
             if mask is not None:
-                keep = mask.to(gradient.device).view(-1, *(1,) * (gradient.dim() - 1)) > 0
+                mask = mask.to(gradient.device)
+                keep = mask.view(-1, *(1,) * (gradient.dim() - 1))
                 gradient = torch.where(keep, gradient, torch.zeros_like(gradient))
-                values = torch.where(mask.to(values.device) > 0, values, torch.zeros_like(values))
+                values = torch.where(mask, values, torch.zeros_like(values))
             value = values.sum() / engine.expected_batch_size
-        engine._claim(logits, gradient)
-        return _Summed.apply(logits, value, gradient, engine)  # type: ignore[return-value]
+            gradient = passage.lay_out(logits, gradient)
+        engine._loss_taken()
+        # the output itself is hidden in a tuple: a tensor argument would join the user's graph to the model's
+        return _Summed.apply(logits, value, (passage.output, gradient), engine)  # type: ignore[return-value]
 
     def extra_repr(self) -> str:
         """Show the certified loss."""

@@ -22,32 +22,34 @@ class Gains:
     """l2 gains of the model's Linear and Conv layers between full evaluations.
 
     Formal guarantees:
-        ``current`` returns, for every such layer, an upper bound of its gain at the present weights: a certified norm at
-        some earlier step s plus sqrt(m) ||theta_t - theta_s||_F (m the kernel overlap, 1 for dense layers).
+        ``current`` returns, for every such layer, an upper bound of its gain at the present weights: a certified norm
+        at some earlier step s plus sqrt(m) ||theta_t - theta_s||_F (m the kernel overlap, 1 for dense layers).
     """
 
     def __init__(self, plan: Plan, bounds: Bounds) -> None:
         self.plan, self.refresh = plan, bounds.refresh
-        self._age = 0
+        self._since: int | None = None  # the step of the last snapshot
         # without the DFT bound all norms are of one kind and can be taken together
-        self.bank = NormBank(_plain_layers(plan)) if not bounds.spectral and bounds.p == 2 and self.refresh == 1 else None
+        self.bank = (
+            NormBank(_plain_layers(plan)) if not bounds.spectral and bounds.p == 2 and self.refresh == 1 else None
+        )
         self._free = list(_plain_layers(plan))
-        self._clipped: tuple[list[int], dict[str, Tensor]] | None = None
+        self._clipped: tuple[list[float], dict[str, Tensor]] | None = None
         self._numerics: Numerics | None = None
         self._gain: dict[str, Tensor] = {}
         self._then: dict[str, Tensor] = {}
 
-    def current(self, numerics: Numerics) -> Mapping[str, Scalar]:
-        """Bounds to use now; empty when every gain is to be evaluated afresh, infinite where none is wanted."""
+    def current(self, numerics: Numerics, step: int) -> Mapping[str, Scalar]:
+        """Bounds to use at ``step``; empty when every gain is to be evaluated afresh, infinite where none is wanted."""
         if not self.plan.needs_gains:
             return dict.fromkeys(self._free, math.inf)
         if self.bank is not None:
             return self._from_bank(self.bank, numerics)
         if self.refresh == 1:
             return {}
-        if self._age % self.refresh == 0 or numerics != self._numerics:
+        if self._since is None or not 0 <= step - self._since < self.refresh or numerics != self._numerics:
             self._snapshot(numerics)
-        self._age += 1
+            self._since = step
         known = {}
         for path, then in self._then.items():
             module = self.plan.model.get_submodule(path)
@@ -60,8 +62,8 @@ class Gains:
     def _from_bank(self, bank: NormBank, numerics: Numerics) -> dict[str, Scalar]:
         norms = None
         if self._clipped is not None and numerics.weights == torch.float32:
-            versions, kept = self._clipped
-            norms = kept if versions == self._versions(bank) else None
+            seen, kept = self._clipped
+            norms = kept if seen == self._fingerprint(bank) else None  # changed meanwhile, perhaps through .data
         norms = bank.norms(numerics.weights) if norms is None else norms
         known: dict[str, Scalar] = {}
         for path, norm in norms.items():
@@ -71,8 +73,9 @@ class Gains:
             known[path] = float(norm) * factor if norm.device.type == "cpu" else norm * factor
         return known
 
-    def _versions(self, bank: NormBank) -> list[int]:
-        return [cast(Tensor, module.weight)._version for module in bank.layers.values()]
+    def _fingerprint(self, bank: NormBank) -> list[float]:
+        return [float(cast(Tensor, m.weight).detach().flatten().dot(cast(Tensor, m.weight).detach().flatten()))
+                for m in bank.layers.values()]  # fmt: skip
 
     def clip(self, limits: dict[str, float]) -> None:
         """ClipWeights by rescaling (the paper's), on the norms of the bank, which then serve the next evaluation."""
@@ -93,14 +96,16 @@ class Gains:
         else:
             for weight, scale in zip(weights, scales, strict=True):
                 weight.mul_(scale.to(weight.dtype))
-        self._clipped = (self._versions(self.bank), norms)
+        on_cpu = all(cast(Tensor, m.weight).device.type == "cpu" for m in self.bank.layers.values())
+        # on a device the norms are taken again rather than waiting for it
+        self._clipped = (self._fingerprint(self.bank), norms) if on_cpu else None
 
     def reset(self) -> None:
         """Weights were replaced from outside: evaluate afresh next time."""
-        self._age = 0
+        self._since = None
 
     def _snapshot(self, numerics: Numerics) -> None:
-        self._numerics, self._age, self._gain, self._then = numerics, 0, {}, {}
+        self._numerics, self._gain, self._then = numerics, {}, {}
         for node in self.plan.graph.nodes:
             module = node.op.module
             if node.layer is None or module is None or not is_layer(module) or node.op.path in self._gain:
@@ -138,7 +143,12 @@ def _plain_layers(plan: Plan) -> dict[str, nn.Module]:
     found = {}
     for node in plan.graph.nodes:
         module = node.op.module
-        if node.layer is not None and module is not None and is_layer(module) and not hasattr(module, "effective_weight"):
+        if (
+            node.layer is not None
+            and module is not None
+            and is_layer(module)
+            and not hasattr(module, "effective_weight")
+        ):
             found[node.op.path] = module
     return found
 

@@ -4,99 +4,220 @@ from __future__ import annotations
 
 import math
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
+from weightclip.errors import ContractError
 from weightclip.factors import is_plain
+
+_HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+_VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "Squeeze", "Unsqueeze", "Transpose", "T",
+          "Permute", "Select", "Slice")  # fmt: skip
+
+
+def project_records(x: Tensor, radius: float, detach: bool = False) -> Tensor:
+    """Each record's l2 projection on the ball of ``radius``; a record with a NaN or infinite entry becomes zeros.
+
+    Args:
+        x: Floating-point records on dimension 0.
+        radius: Public radius; infinite: only non-finite records change.
+        detach: Treat the scale as constant in the backward pass (non-expansive in every norm).
+
+    Formal guarantees:
+        l2 norm of each record at most ``radius`` up to float32 rounding, whatever its entries; l2 gain 1; records are
+        never mixed.
+    """
+    if x.dim() < 2:
+        return project_records(x.unsqueeze(1), radius, detach).squeeze(1) if x.dim() else x
+    dims = tuple(range(1, x.dim()))
+    wide = x.float() if x.dtype in _HALF else x
+    finite = torch.isfinite(wide)
+    for dim in dims:
+        finite = finite.all(dim, keepdim=True)
+    clean = torch.where(finite, wide, torch.zeros((), dtype=wide.dtype, device=x.device))
+    if math.isinf(radius):
+        return clean.to(x.dtype)
+    radius = radius * (1 - _HALF.get(x.dtype, 0.0))  # rounding to half precision must not lead out of the ball
+    # entries are divided by the largest one first: squares neither overflow nor vanish
+    largest = clean.detach().abs().amax(dims, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
+    unit = clean / largest
+    square = unit.square().sum(dims, keepdim=True).clamp(min=0.25)  # at least 1 but for a zero record
+    inside = largest * square.detach().sqrt() <= radius
+    root = (square.detach() if detach else square).rsqrt()
+    return torch.where(inside, clean, unit * (radius * root)).to(x.dtype)
 
 
 class InputProjection:
-    """Forward pre-hook: each record's floating-point input becomes finite and, with a radius, lies in the l2 ball.
+    """Forward pre-hook: every floating-point tensor among the arguments, named or nested, is projected.
 
     Formal guarantees:
-        l2 norm of each record of each floating-point input at most ``radius``; a non-finite record becomes zeros.
-        1-Lipschitz per record; records are never mixed.
+        Those of :func:`project_records`, for each argument on its own.
     """
 
     _weightclip = True
 
-    def __init__(self, radius: float = math.inf) -> None:
-        self.radius = radius
+    def __init__(self, radius: float = math.inf, detach: bool = False) -> None:
+        self.radius, self.detach = radius, detach
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if is_plain():
-            return args
-        return tuple(self._project(a) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+            return None
+        return pytree.tree_map_only(Tensor, self._project, (args, kwargs))
 
     def _project(self, x: Tensor) -> Tensor:
-        dims = tuple(range(1, x.dim()))
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        square = wide.square().sum(dims, keepdim=True) if dims else wide.square()
-        finite = torch.isfinite(square)
-        if math.isinf(self.radius):
-            # a finite record whose square overflows is kept: only enforced factors will meet it
-            finite = torch.isfinite(wide).all(1, keepdim=True) if x.dim() == 2 else _all_finite(wide, dims)
-            return torch.where(finite, x, torch.zeros((), dtype=x.dtype, device=x.device))
-        clean = torch.where(finite, wide, torch.zeros((), dtype=wide.dtype, device=x.device))
-        safe = torch.where(finite, square, torch.zeros_like(square)).clamp(min=self.radius**2)
-        return (clean * (self.radius * safe.rsqrt()).clamp(max=1.0)).to(x.dtype)
+        return project_records(x, self.radius, self.detach) if x.is_floating_point() else x
 
 
-def _all_finite(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    good = torch.isfinite(x)
-    for dim in dims:
-        good = good.all(dim, keepdim=True)
-    return good
+@dataclass
+class Passage:
+    """One forward pass under gradients."""
 
+    output: Tensor  # the end of the model's own graph
+    version: int
+    autocast: torch.dtype | None
 
-class Claim:
-    """Hook on one output of the model: passes the certified loss's gradient and nothing else."""
-
-    def __init__(self, output: Tensor) -> None:
-        self.output = weakref.ref(output)
-        self.gradient: Tensor | None = None
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        return torch.zeros_like(gradient) if self.gradient is None else self.gradient.to(gradient.dtype)
-
-    def take(self, logits: Tensor, gradient: Tensor) -> bool:
-        """Lay ``gradient`` (at ``logits``) out as the output; False when logits are no view of this output."""
-        output = self.output()
-        if output is None or output.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
-            return False
+    def lay_out(self, logits: Tensor, gradient: Tensor) -> Tensor:
+        """``gradient``, at a view of the output, as a gradient at the output itself."""
+        output = self.output
+        if Layout.of(logits) == Layout.of(output):
+            return gradient
         full = torch.empty_strided(output.shape, output.stride(), dtype=gradient.dtype, device=gradient.device).zero_()
         offset = logits.storage_offset() - output.storage_offset()
         full.as_strided(logits.shape, logits.stride(), offset).copy_(gradient)
-        self.gradient = full
+        return full
+
+
+class _Wall(torch.autograd.Function):
+    """The model's output, cut off from the model: a backward pass ends here."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, passage: Passage) -> Tensor:
+        ctx.passage = passage
+        return passage.output.detach()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return None, None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a tensor's entries lie in its storage."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """The layout of ``tensor``."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+    def places(self) -> Tensor:
+        """Storage places of the first record's entries, sorted."""
+        place = torch.full((1,) * (len(self.shape) - 1), self.offset)
+        for axis, (size, step) in enumerate(zip(self.shape[1:], self.stride[1:], strict=True)):
+            steps = step * torch.arange(size)
+            place = place + steps.view(-1, *(1,) * (len(self.shape) - 2 - axis))
+        return place.flatten().sort().values
+
+
+def keeps_records(view: Layout, output: Layout) -> bool:
+    """Whether row i of ``view`` consists of entries of row i of ``output``, each at most once."""
+    if view == output:
         return True
+    if not view.shape or view.shape[0] != output.shape[0]:
+        return False
+    if view.shape[0] > 1 and view.stride[0] != output.stride[0]:
+        return False
+    mine, theirs = view.places(), output.places()
+    return bool((mine.diff() > 0).all()) and bool(torch.isin(mine, theirs).all())
+
+
+def _source(node: Any) -> Any:
+    """The wall or compiled graph from which a tensor descends by views alone; None after any other operation."""
+    while node is not None:
+        name = type(node).__name__
+        if name in ("_WallBackward", "CompiledFunctionBackward"):
+            return node
+        if name.split("Backward")[0] not in _VIEWS:
+            return None
+        node = node.next_functions[0][0]
+    return None
 
 
 class OutputGate:
-    """Forward hook that puts a :class:`Claim` on every differentiable output (SOUNDNESS section 1, step 2).
+    """Forward hook behind which the model's parameters are out of reach (SOUNDNESS section 1, step 2).
 
-    A backward pass through an output that the private criterion has not claimed delivers zeros, and what reaches a
-    claimed output is replaced by the criterion's own gradient: extra loss terms and scalings change nothing.
+    The output it hands out is cut off from the model: backward passes through it end there, whatever is added to the
+    loss or multiplied with it. Only the private criterion knows the way on, for its own gradient, and only from a
+    tensor that :meth:`enter` recognises as the model's output.
     """
 
     _weightclip = True
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, device: torch.device) -> None:
         self.engine: weakref.ref[Any] | None = weakref.ref(engine)
-        self.claims: list[Claim] = []
+        self.device = device.type
+        self.compiled_output: Tensor | None = None
+        self.compiled_autocast: torch.dtype | None = None
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._views: set[tuple[Layout, Layout]] = set()
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        # inside torch.compile the criterion's own hook on the logits does this work
-        if torch.compiler.is_compiling() or is_plain():
-            return
-        if isinstance(output, Tensor) and output.requires_grad and self.engine is not None:
-            claim = Claim(output)
-            output.register_hook(claim)
-            self.claims.append(claim)
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if is_plain() or not (isinstance(output, Tensor) and output.requires_grad):
+            return None
+        enabled = torch.is_autocast_enabled(self.device)
+        autocast = torch.get_autocast_dtype(self.device) if enabled else None
+        if torch.compiler.is_compiling():
+            # traced as an assignment: outside the graph the criterion meets this very tensor
+            self.compiled_output, self.compiled_autocast = output, autocast
+            return None
+        engine = None if self.engine is None else self.engine()
+        if engine is None:
+            return None
+        if module is not engine.model:
+            raise ContractError("the private model runs as a replica (DataParallel): use one process and one device.")
+        if DistributedDataParallel._active_ddp_module is not None:
+            raise ContractError("DistributedDataParallel averages raw gradients before the noise: use the plain model.")
+        return _Wall.apply(self._anchor, Passage(output, output._version, autocast))
+
+    def clear(self) -> None:
+        """Forget a compiled pass over an earlier batch."""
+        self.compiled_output = None
+
+    def enter(self, logits: Tensor) -> Passage:
+        """The forward pass that made ``logits``; raises unless it is the private model's output or a view of it."""
+        node = _source(logits.grad_fn)
+        passage: Passage | None = getattr(node, "passage", None)
+        if node is not None and passage is None and self.compiled_output is not None:
+            passage = Passage(self.compiled_output, logits._version, self.compiled_autocast)
+        if passage is None or passage.output.untyped_storage()._cdata != logits.untyped_storage()._cdata:
+            raise ContractError(
+                "the private criterion must get the output of the private model, called as model(x) (views of it are "
+                "fine): move other operations into the model, where they can be certified."
+            )
+        if passage.version != logits._version:
+            raise ContractError("the model's output was changed in place before the loss: use a new tensor.")
+        pair = Layout.of(logits), Layout.of(passage.output)
+        if pair not in self._views:
+            if not keeps_records(*pair):
+                raise ContractError(
+                    f"the loss got a view of shape {tuple(logits.shape)} that mixes or repeats records of the model's "
+                    "output: keep records on dimension 0."
+                )
+            self._views = {*list(self._views)[:63], pair}
+        return passage
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"engine": None, "claims": []}  # copies and saved models leave the engine behind
+        # copies and saved models leave the engine behind
+        return {"engine": None, "device": self.device, "compiled_output": None, "compiled_autocast": None,
+                "_anchor": None, "_views": set()}  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OutputGate:
         copy = OutputGate.__new__(OutputGate)

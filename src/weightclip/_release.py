@@ -13,9 +13,10 @@ from weightclip._streams import NOISE, Streams
 from weightclip.bounds import layer_rule
 from weightclip.certificate import Evaluation, Plan
 from weightclip.factors import Product
-from weightclip.mechanisms import Allocation
+from weightclip.mechanisms import Allocation, floored, joint_multiplier
 
 _U = 2.0**-24
+_UP = 1.0 + 2.0**-22  # keeps a scale above its float64 value after it is rounded to float32
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,10 @@ class Release:
         adding or removing one record. The divisor is the public expected batch size.
     """
 
-    def __init__(self, plan: Plan, allocation: Allocation, sigma: float, batch: float, slack: Sequence[float]) -> None:
+    def __init__(
+        self, plan: Plan, allocation: Allocation, sigma: float, batch: float, slack: Sequence[float],
+        in_pieces: bool = False,
+    ) -> None:  # fmt: skip
         self.plan, self.allocation, self.sigma, self.batch, self.slack = plan, allocation, sigma, batch, list(slack)
         self.blocks: list[Block] = []
         self.dims: list[int] = []
@@ -55,8 +59,9 @@ class Release:
         first = self.blocks[0].parameter
         wide = any(b.parameter.dtype == torch.float64 for b in self.blocks)
         size = sum(b.parameter.numel() for b in self.blocks)
-        self.flat = torch.zeros(size, dtype=torch.float64 if wide else torch.float32, device=first.device)
-        self.noise = torch.empty_like(self.flat)
+        # pieces of a draw are added in float64: hundreds of float32 additions would cost slack (SOUNDNESS section 6)
+        self.flat = torch.zeros(size, dtype=torch.float64 if wide or in_pieces else torch.float32, device=first.device)
+        self.noise = torch.empty(size, dtype=torch.float64 if wide else torch.float32, device=first.device)
         self.sums = self._views(self.flat)
         self.draws = self._views(self.noise)
         self.filled = [False] * len(self.blocks)
@@ -73,13 +78,6 @@ class Release:
         """Forget the sum of an abandoned or released step."""
         self.filled = [False] * len(self.blocks)
 
-    def take(self, index: int) -> None:
-        """Move one parameter's freshly accumulated gradient into the sum; ``.grad`` is left empty."""
-        parameter = self.blocks[index].parameter
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:
-            self.add(index, gradient)
-
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a gradient to the sum."""
         if self.filled[index]:
@@ -89,52 +87,71 @@ class Release:
             self.filled[index] = True
 
     def sensitivities(self, evaluations: dict[str, Evaluation]) -> Tensor:
-        """Delta_k of every layer, slack included: one float64 vector on the parameters' device."""
+        """Delta_k of every layer, slack and floor included: one float64 vector on the parameters' device."""
         values = [e.sensitivity for e in evaluations.values()]
         parts = [torch.as_tensor(v, dtype=torch.float64, device=self.flat.device) for v in values]
-        return torch.stack(parts) * torch.tensor(self.slack, dtype=torch.float64, device=self.flat.device)
+        return self.enlarged(torch.stack(parts))
 
-    def scales(self, sensitivities: Tensor) -> Tensor:
-        """s_k of every layer. Layers under the joint cap count as one: s_k = s_J t_k with g/t of norm at most 1."""
+    def enlarged(self, bounds: Tensor) -> Tensor:
+        """Certified bounds with the rounding slack of the sum, and the floor that a layer with Delta_k = 0 gets."""
+        return floored(bounds * torch.tensor(self.slack, dtype=torch.float64, device=bounds.device))
+
+    def _grouped(self, sensitivities: Tensor) -> tuple[Tensor, list[int], Tensor | None, list[int]]:
+        """Sensitivities of groups that are bounded on their own; layers under the joint cap are one group.
+
+        With g/t of norm at most 1 over all capped layers together, s_k = s_J t_k. Returns (sensitivities, dimensions,
+        t_k or None without a cap, the layers that stand alone).
+        """
         capped = [k for k, t in enumerate(self.joint) if t is not None]
+        alone = [k for k, t in enumerate(self.joint) if t is None]
         if not capped:
-            return self.allocation.scales(sensitivities, self.dims, self.sigma)
-        alone = [k for k in range(len(self.dims)) if k not in capped]
+            return sensitivities, self.dims, None, alone
         thresholds = torch.tensor([t or 1.0 for t in self.joint], dtype=torch.float64, device=sensitivities.device)
         ratio = (sensitivities / thresholds)[capped].max()  # 1 and the rounding slack
-        grouped = torch.cat([ratio.reshape(1), sensitivities[alone]])
         dims = [sum(self.dims[k] for k in capped), *(self.dims[k] for k in alone)]
+        return torch.cat([ratio.reshape(1), sensitivities[alone]]), dims, thresholds, alone
+
+    def scales(self, sensitivities: Tensor) -> Tensor:
+        """s_k of every layer."""
+        grouped, dims, thresholds, alone = self._grouped(sensitivities)
         parts = self.allocation.scales(grouped, dims, self.sigma)
+        if thresholds is None:
+            return parts
         scales = parts[0] * thresholds
         scales[alone] = parts[1:]
         return scales
 
-    def multiplier(self, sensitivities: Tensor, scales: Tensor) -> float:
-        """The joint multiplier of a step: (sum over independent groups of (Delta/s)^2)^(-1/2)."""
-        ratios = (sensitivities / scales).square()
-        capped = torch.tensor([t is not None for t in self.joint])
-        total = ratios[~capped].sum() + (ratios[capped].max() if bool(capped.any()) else 0.0)
-        return float(total) ** -0.5
+    def multiplier(self, sensitivities: Tensor) -> float:
+        """The joint multiplier of a step: (sum over groups of (Delta/s)^2)^(-1/2)."""
+        grouped, dims, _, _ = self._grouped(sensitivities)
+        return float(joint_multiplier(grouped, self.allocation.scales(grouped, dims, self.sigma)))
 
+    @torch.no_grad()
     def release(self, sensitivities: Tensor, streams: Streams, step: int) -> None:
-        """Set every ``parameter.grad`` to (G + s_k N(0, I))/b; parameters without a gradient get pure noise."""
+        """Set every ``parameter.grad`` to (G + s_k N(0, I))/b; parameters without a gradient get pure noise.
+
+        The gradients are new tensors: one that is kept by the caller never shows a later sum.
+        """
         for view, filled in zip(self.sums, self.filled, strict=True):
             if not filled:
                 view.zero_()
         if self.sigma > 0:
-            scales = self.scales(sensitivities)
+            scales = self.scales(sensitivities) * _UP
             streams.normal_(self.noise, NOISE, step)
             if self.flat.device.type == "cpu":
                 values = scales.tolist()
-                torch._foreach_mul_(self.draws, [values[b.layer] / b.beta for b in self.blocks])
+                factors = [values[b.layer] / b.beta for b in self.blocks]
+                torch._foreach_mul_(self.draws, factors)  # pyright: ignore[reportPrivateImportUsage]
             else:  # the scales stay on the device: nothing waits
                 for view, block in zip(self.draws, self.blocks, strict=True):
                     view.mul_(scales[block.layer] / block.beta)
-            self.flat.add_(self.noise)
-        self.flat.div_(self.batch)
-        for view, block in zip(self.sums, self.blocks, strict=True):
-            released = view if block.pull_back is None else block.pull_back(view)
-            block.parameter.grad = released.to(block.parameter.dtype)
+            released = self.flat + self.noise
+        else:
+            released = self.flat.clone()
+        released.div_(self.batch)
+        for view, block in zip(self._views(released), self.blocks, strict=True):
+            gradient = view if block.pull_back is None else block.pull_back(view)
+            block.parameter.grad = gradient.to(block.parameter.dtype)
         self.clear()
 
 
@@ -144,7 +161,8 @@ TAIL = 1e-20  # chance, per step, that a draw exceeds b_max; charged to delta
 def largest_batch(batch: float, q: float, n: int) -> int:
     """b_max: exceeded by a Poisson draw with probability below ``TAIL`` (Bernstein), a public constant.
 
-    The mean of the draw is q n; b is its declared value. A declaration that is too small is not believed.
+    The mean of the draw is q n; b is its declared value. A declaration more than a third too small is not believed: q n
+    is then taken, rounded up to a power of two, and thereby declared public.
     """
     steps = (1.02, 1.5)
     mean = next((c * batch for c in steps if q * n <= c * batch), 2.0 ** math.ceil(math.log2(max(1.0, q * n)) + 1))
@@ -155,15 +173,15 @@ def largest_batch(batch: float, q: float, n: int) -> int:
 def sum_slack(plan: Plan, products: Mapping[str, Product], b_max: int, physical: int | None) -> list[float]:
     """Per layer, the factor by which rounding of products and sums over records can enlarge Delta (SOUNDNESS 6).
 
-    A float32 rounding of the sum over records counts 2 2^-24 b_max: the last one of each physical batch, and the
-    additions of batches and of uses. Float32 products of several records add every addend inside a chunk. Products of
-    one record each round that record alone, whoever else is in the batch: (summands + 8) 2^-24 of its own gradient.
+    A float32 rounding of the sum over records counts 2 2^-24 b_max. With float64 products these are one for each use of
+    the layer (the product is stored in the parameter's type) and the addition of uses; pieces of a draw are added in
+    float64, and two stand for the float64 sums. Float32 products of several records add every addend inside a chunk.
+    Products of one record each round that record alone, whoever else is in the batch: (summands + 8) 2^-24 of its own.
     """
-    pieces = 1 if physical is None else math.ceil(b_max / physical)
     slack = []
     for path, uses in plan.layers.items():
         product = products[path]
-        n, own = float(pieces * len(uses) + 2), 1.0
+        n, own = 2.0 * len(uses) + 2, 1.0
         if product.dtype != torch.float64 and product.covered:
             summands = max(_positions(plan, i) for i in uses)
             if product.chunk == 1:
@@ -177,6 +195,7 @@ def sum_slack(plan: Plan, products: Mapping[str, Product], b_max: int, physical:
 def _positions(plan: Plan, index: int) -> int:
     """Summands one record contributes to one entry of the weight gradient."""
     op = plan.graph.nodes[index].op
+    out = list(op.out_shape)
     if "Conv" in op.kind:
-        return max(math.prod(op.out_shape[1:]), math.prod(op.shapes[0][1:]))
-    return max(1, math.prod(op.out_shape) // max(1, op.out_shape[-1] if op.out_shape else 1))
+        return max(math.prod(out[1:]), math.prod(op.shapes[0][1:]))
+    return max(1, math.prod(out[:-1]))

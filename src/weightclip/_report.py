@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightclip._release import Release
 from weightclip.certificate import Certificate
 
 if TYPE_CHECKING:
@@ -26,9 +26,10 @@ NOT_COVERED = (
 ROUNDING = "rounding of float32 sums over records (Product.fast)"
 
 
-def with_slack(certificate: Certificate, slack: Sequence[float]) -> Certificate:
-    """The certificate with the rounding slack of each layer in its sensitivities."""
-    rows = (replace(row, sensitivity=row.sensitivity * s) for row, s in zip(certificate.rows, slack, strict=True))
+def as_released(certificate: Certificate, release: Release) -> Certificate:
+    """The certificate with sensitivities as the noise is calibrated to them: rounding slack and floor included."""
+    values = release.enlarged(torch.tensor([row.sensitivity for row in certificate.rows], dtype=torch.float64))
+    rows = (replace(row, sensitivity=v) for row, v in zip(certificate.rows, values.tolist(), strict=True))
     return replace(certificate, rows=tuple(rows))
 
 
@@ -64,7 +65,7 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
              "cotangent_bound": _number(row.cotangent_bound)}
             for row, s in zip(certificate.rows, scales, strict=True)
         ],
-        "joint_multiplier": engine._release.multiplier(values, scales) if engine.noise_multiplier > 0 else 0.0,
+        "joint_multiplier": engine._release.multiplier(values) if engine.noise_multiplier > 0 else 0.0,
         "joint_cap": any(t is not None for t in engine._release.joint),
         "secure_noise": engine.streams.is_secure,
         "not_covered": [*NOT_COVERED, *([] if engine.bounds.product.covered else [ROUNDING])],

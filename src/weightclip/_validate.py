@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from weightclip.accounting import Adjacency, Mechanism, epsilon
 from weightclip.errors import ContractError, WeightclipError
 
 
 def check_model(model: nn.Module) -> torch.device:
     """Trainable, finite, float32 or float64, on one device, not distributed; returns the device."""
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise ContractError(
-            f"{type(model).__name__} averages raw gradients before the noise: make the plain model private instead."
-        )
+    if not isinstance(model, nn.Module):
+        raise WeightclipError(f"module must be a torch.nn.Module, got {type(model).__name__}.")
+    for part in model.modules():
+        if isinstance(part, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise ContractError(
+                f"{type(part).__name__} averages raw gradients before the noise: make the plain model private instead."
+            )
     parameters = dict(model.named_parameters())
     if not parameters:
         raise WeightclipError("the model has no parameters: nothing to train.")
@@ -27,6 +33,8 @@ def check_model(model: nn.Module) -> torch.device:
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise WeightclipError(f"the model lies on several devices ({names}): move it to one with model.to(device).")
+    if torch.device("meta") in devices:
+        raise WeightclipError("the model lies on the meta device, without values: give it some with model.to_empty().")
     for name, p in parameters.items():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise WeightclipError(f"parameter '{name}' has no shape yet: run one forward pass on a public input first.")
@@ -39,8 +47,12 @@ def check_model(model: nn.Module) -> torch.device:
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The user's own optimiser, over exactly the trainable parameters of the model."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise WeightclipError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ContractError("LBFGS evaluates the loss several times a step: use SGD, Adam or another optimiser.")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise WeightclipError("SparseAdam needs sparse gradients, but every entry gets noise: use Adam.")
     ours = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [name for key, name in ours.items() if key not in theirs]
@@ -54,12 +66,24 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise WeightclipError("the optimizer holds parameters that are not the model's: give it model.parameters().")
 
 
-def check_numbers(noise_multiplier: float, batch: float) -> None:
-    """sigma >= 0, b > 0."""
-    if isinstance(noise_multiplier, bool) or not noise_multiplier >= 0 or noise_multiplier == float("inf"):
-        raise WeightclipError(f"noise_multiplier must be a number >= 0, got {noise_multiplier!r}.")
-    if not batch > 0:
-        raise WeightclipError(f"expected_batch_size must be positive, got {batch!r}.")
+def check_numbers(noise_multiplier: Any, batch: Any) -> tuple[float, float]:
+    """(sigma, b) as floats: sigma >= 0, b > 0, both finite."""
+    for name, value, least in (("noise_multiplier", noise_multiplier, ">= 0"), ("expected_batch_size", batch, "> 0")):
+        number = not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
+        if not number or value < 0 or (value == 0 and least == "> 0"):
+            raise WeightclipError(f"{name} must be a number {least}, got {value!r}.")
+    return float(noise_multiplier), float(batch)
+
+
+def check_accounting(accountant: str, adjacency: Any, q: float) -> Adjacency:
+    """The adjacency, if the accountant knows it."""
+    try:
+        relation = Adjacency(adjacency)
+    except ValueError as error:
+        raise WeightclipError(f"adjacency must be one of {[a.value for a in Adjacency]}, got {adjacency!r}.") from error
+    if accountant == "rdp":  # refuses replace-one under Poisson sampling
+        epsilon([Mechanism("gaussian", sigma=1.0, q=q, steps=1)], 1e-5, accountant=accountant, adjacency=relation)
+    return relation
 
 
 def check_labels(dataset: Any, output_shape: tuple[int, ...], loss: Any) -> None:
@@ -69,11 +93,15 @@ def check_labels(dataset: Any, output_shape: tuple[int, ...], loss: Any) -> None
     labels = dataset.tensors[1]
     if labels.is_floating_point() or not output_shape or labels.numel() == 0:
         return
+    # classes come first, or last where the loop transposes a sequence model's output
+    shapes = {output_shape[0]: output_shape[1:], output_shape[-1]: output_shape[:-1]}
+    fitting = [count for count, rest in shapes.items() if tuple(labels.shape[1:]) == tuple(rest)]
+    classes = max(fitting, default=max(shapes))
     valid = labels[labels != getattr(loss, "ignore_index", -100)]
-    if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= output_shape[0]):
+    if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= classes):
         raise WeightclipError(
-            f"labels lie in [{int(valid.min())}, {int(valid.max())}] but the model has {output_shape[0]} outputs: "
-            f"relabel to 0..{output_shape[0] - 1} or widen the last layer."
+            f"labels lie in [{int(valid.min())}, {int(valid.max())}] but the model has {classes} outputs: "
+            f"relabel to 0..{classes - 1} or widen the last layer."
         )
 
 
@@ -110,8 +138,10 @@ def check_records(model: nn.Module, example: tuple[Any, ...]) -> None:
 
 def refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Closures recompute raw gradients after the noise; a gradient scaler skips steps by the data."""
-    closure = args[0] if args else kwargs.get("closure")
-    if closure is not None:
+    if any(callable(value) for value in (*args, *kwargs.values())):
         raise ContractError("optimizer.step(closure) would recompute gradients without noise: call step() alone.")
-    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+    scaler = [name for name in ("grad_scale", "found_inf") if getattr(optimizer, name, None) is not None]
+    for name in scaler:
+        delattr(optimizer, name)
+    if scaler:
         raise ContractError("GradScaler skips steps depending on the data: use bfloat16 autocast without a scaler.")

@@ -15,27 +15,29 @@ from weightclip import _checkpoint, _report
 from weightclip._criterion import PrivateCriterion
 from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import InputProjection, OutputGate
+from weightclip._loop import TrainingLoop
 from weightclip._release import TAIL, Release, largest_batch, sum_slack
 from weightclip._streams import Streams
 from weightclip._validate import (
+    check_accounting,
     check_labels,
     check_model,
     check_numbers,
     check_optimizer,
     check_records,
-    refuse_closure,
 )
+from weightclip._watch import Watch, refuse_early_hooks
 from weightclip.accounting import Adjacency, Mechanism, calibrate_sigma, epsilon
-from weightclip.certificate import Certificate, Evaluation, Plan, build_plan
+from weightclip.certificate import Certificate, build_plan
 from weightclip.config import Bounds
-from weightclip.errors import BudgetSpent, ContractError, WeightclipError
+from weightclip.errors import ContractError, WeightclipError
 from weightclip.factors import JointCap, make_layer_plain, make_layer_private
 from weightclip.losses import recognise
 from weightclip.mechanisms import Allocation, Equal
-from weightclip.sampling import BatchInfo, PoissonLoader
+from weightclip.sampling import PoissonLoader
 
 
-class PrivacyEngine:
+class PrivacyEngine(TrainingLoop):
     """Trains a model with differential privacy, at the speed and memory of ordinary training.
 
     Args:
@@ -43,8 +45,8 @@ class PrivacyEngine:
 
     Formal guarantees:
         After T calls of ``optimizer.step()`` that released a gradient, everything released (the weights after every
-        step, and ``p.grad`` after each) is (epsilon, delta)-DP with ``get_epsilon(delta)``, for data sets that differ by
-        adding or removing one record (or replacing one, if asked). Public: initial weights, shapes, bounds, sampling
+        step, and ``p.grad`` after each) is (epsilon, delta)-DP with ``get_epsilon(delta)``, for data sets that differ
+        by adding or removing one record (or replacing one, if asked). Public: initial weights, shapes, bounds, sampling
         rate q, expected batch size b, number of steps. Not covered: values of the training loss, anything else the
         loop computes from the records. See ``report()["not_covered"]``.
     """
@@ -86,7 +88,7 @@ class PrivacyEngine:
             noise_multiplier: sigma; 0 means no noise and epsilon = inf.
             bounds: What is enforced; by default each input is projected on the unit ball and weights are left alone.
             sample_rate: q; by default batch_size/len(dataset), thereby declared public.
-            expected_batch_size: b, the public divisor; by default the loader's batch size (or q len(dataset)).
+            expected_batch_size: b, the public divisor; by default the loader's batch size, never len(dataset).
             max_physical_batch_size: Larger draws are split; only the last piece's ``step()`` releases.
             generator: Root seed for experiments; by default randomness comes from the operating system.
             allocation: How noise is spread over layers; equal by default.
@@ -102,51 +104,53 @@ class PrivacyEngine:
         if self.model is not None:
             raise ContractError("this engine already trains a model: use a new PrivacyEngine.")
         self.device = check_model(module)
+        if engine_of(module) is not None:
+            raise ContractError("the model is already private: call detach() on its engine first.")
         check_optimizer(module, optimizer)
+        refuse_early_hooks(module.named_parameters())
         self.bounds = bounds or Bounds(input_radius=1.0)
         self.streams = Streams.secure() if generator is None else Streams.seeded(generator)
         self.loader = PoissonLoader(
             data_loader, sample_rate=sample_rate, streams=self.streams, steps_left=self._steps_left,
             max_physical_batch_size=max_physical_batch_size, on_batch=self._on_batch,
         )  # fmt: skip
-        if expected_batch_size is None:
-            expected_batch_size = data_loader.batch_size if sample_rate is None else self.loader.expected_batch
-        self.expected_batch_size = float(expected_batch_size or 1)
-        self.noise_multiplier, self.adjacency = float(noise_multiplier), adjacency
-        check_numbers(self.noise_multiplier, self.expected_batch_size)
+        batch = data_loader.batch_size if expected_batch_size is None else expected_batch_size
+        self.noise_multiplier, self.expected_batch_size = check_numbers(noise_multiplier, batch)
+        self.adjacency = check_accounting(self.accountant, adjacency, self.loader.sample_rate)
         loss = recognise(criterion)
         inputs = example if example is not None else _first_input(data_loader)
         inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        inputs = tuple(a.to(self.device) if isinstance(a, Tensor) else a for a in inputs)
-        self.plan: Plan = build_plan(module, loss, self.bounds, inputs)
+        self._example = tuple(_zeros_like(a, self.device) for a in inputs)
+        self.plan = build_plan(module, loss, self.bounds, self._example)
         output_shape = self.plan.graph.nodes[self.plan.graph.output].op.out_shape
         check_labels(data_loader.dataset, output_shape, loss)
-        check_records(module, inputs)
+        check_records(module, self._example)
         if not self.bounds.spectral:
-            for node in self.plan.graph.nodes:
-                if node.op.module is not None:
-                    node.op.module.__dict__["_wc_dft"] = False
+            for layer in module.modules():
+                layer.__dict__["_wc_dft"] = False
         self._gains = Gains(self.plan, self.bounds)
         self._clip = WeightClipper(module, self.bounds, list(self.plan.layers), self._gains)
-        self._clip()
         self.b_max = largest_batch(self.expected_batch_size, self.loader.sample_rate, len(data_loader.dataset))  # type: ignore[arg-type]
         self.products = {
             path: self.bounds.product.resolve(isinstance(module.get_submodule(path), _ConvNd), self.device)
             for path in self.plan.layers
         }
         slack = sum_slack(self.plan, self.products, self.b_max, max_physical_batch_size)
-        self._autocast: torch.dtype | None = None
-        self._evaluations = self._evaluate()  # refuses infinite sensitivities before anything is changed
+        self._autocast = None
         self._release = Release(
-            self.plan, allocation or Equal(), self.noise_multiplier, self.expected_batch_size, slack
-        )
-        self._sensitivities = self._release.sensitivities(self._evaluations)
+            self.plan, allocation or Equal(), self.noise_multiplier, self.expected_batch_size, slack,
+            in_pieces=max_physical_batch_size is not None,
+        )  # fmt: skip
+        self._release.scales(self._release.sensitivities(self._evaluate()))  # refuses before anything is changed
+        self._clip()
+        self._sensitivities = self._release.sensitivities(self._evaluate())
         self.model, self.optimizer, self.criterion = module, optimizer, PrivateCriterion(criterion, loss, self)
-        self._reset_batch()
-        self._info: BatchInfo | None = None
-        self._skip = False
-        self._resumed = 0
         self._install()
+        self._watch = Watch(module)
+        self._plans = {self._watch.modes(): self.plan}
+        self._reset_batch()
+        self._info = None
+        self._resumed = 0
         return module, optimizer, self.loader, self.criterion
 
     def make_private_with_epsilon(
@@ -170,149 +174,62 @@ class PrivacyEngine:
         n = len(data_loader.dataset)  # type: ignore[arg-type]
         if 0 < target_delta < 1 and target_delta >= 1 / n:
             warnings.warn(f"target_delta = {target_delta:g} is not below 1/{n}: choose it far smaller.", stacklevel=2)
-        sigma = calibrate_sigma(target_epsilon, target_delta, q, steps, accountant=self.accountant, adjacency=adjacency)
+        sigma = calibrate_sigma(
+            target_epsilon, target_delta - steps * TAIL if 0 < target_delta < 1 else target_delta, q, steps,
+            accountant=self.accountant, adjacency=adjacency,
+        )  # fmt: skip
         self.budget = steps
         self.target_epsilon, self.target_delta = target_epsilon, target_delta
         return self.make_private(data_loader=data_loader, noise_multiplier=sigma, **settings)
 
     def _install(self) -> None:
         assert self.model is not None
-        places = {id(block.parameter): i for i, block in enumerate(self._release.blocks)}
-        thresholds = {self.model.get_submodule(p): self.bounds.of("joint_cap", p) or 0.0 for p in self.plan.layers}
-        joint = JointCap(thresholds, lambda p, g: self._release.add(places[id(p)], g), self.bounds.caps)
+        blocks, of = self._release.blocks, self.bounds.of
+        places = {id(block.parameter): i for i, block in enumerate(blocks)}
+        thresholds = {self.model.get_submodule(p): of("joint_cap", p) or 0.0 for p in self.plan.layers}
+        self._joint = JointCap(
+            thresholds, lambda p, g: self._release.add(places[id(p)], g) if self._collecting else None, self.bounds.caps
+        )
         for path in self.plan.layers:
             make_layer_private(
-                self.model.get_submodule(path), radius=self.bounds.of("layer_radius", path),
-                cotangent=self.bounds.of("cotangent_radius", path), cap=self.bounds.of("layer_cap", path),
-                beta=self.bounds.of("bias_scale", path) or 1.0, product=self.products[path], caps=self.bounds.caps,
-                joint=None if self.bounds.of("joint_cap", path) is None else joint,
+                self.model.get_submodule(path), radius=of("layer_radius", path), cotangent=of("cotangent_radius", path),
+                cap=of("layer_cap", path), beta=of("bias_scale", path) or 1.0, product=self.products[path],
+                caps=self.bounds.caps, joint=None if of("joint_cap", path) is None else self._joint,
             )  # fmt: skip
-        self._gate = OutputGate(self)
+        self._gate = OutputGate(self, self.device)
         projections = {"": math.inf, **self.bounds.projections()}
+        detach = self.bounds.p != 2  # an l2 projection expands other norms unless its scale is a constant
         self._handles = [
-            self.model.get_submodule(path).register_forward_pre_hook(InputProjection(radius))
+            self.model.get_submodule(path).register_forward_pre_hook(InputProjection(radius, detach), with_kwargs=True)
             for path, radius in projections.items()
         ]
         self._handles.append(self.model.register_forward_hook(self._gate))
-        for index, block in enumerate(self._release.blocks):
+        self._trained = set(places)
+        for index, block in enumerate(blocks):
             block.parameter.grad = None
-            self._handles.append(
-                block.parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._release.take(i))
-            )
+            self._handles.append(block.parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._take(i)))
         self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
+        self._amp_before = self.optimizer.__dict__.get("_step_supports_amp_scaling")
         self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a GradScaler reaches us
 
     def detach(self) -> nn.Module:
         """Take the engine off: hooks removed, layers back to their native classes, weights as they are."""
-        if self.model is None:
-            raise ContractError("this engine has no model yet: call make_private first.")
+        if self.model is None or not self._handles:
+            raise ContractError("this engine has no private model: call make_private first.")
         for handle in self._handles:
             handle.remove()
+        self._handles = []
+        self._drop_sum()
+        self._info = None
         for module in self.model.modules():
             make_layer_plain(module)
-        del self.optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+            module.__dict__.pop("_wc_dft", None)
+        if self._amp_before is None:
+            del self.optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+        else:
+            self.optimizer._step_supports_amp_scaling = self._amp_before  # type: ignore[attr-defined]
         return self.model
-
-    # -- one step ---------------------------------------------------------------------------------------------------
-
-    def _reset_batch(self) -> None:
-        self._graded: set[tuple[int, int]] = set()  # (draw, piece) whose loss was taken since the last release
-        self._backward_seen = False
-
-    def _steps_left(self) -> int | None:
-        return None if self.budget is None else max(0, self.budget - self.steps)
-
-    def _on_batch(self, info: BatchInfo) -> None:
-        complete = self._info is None or self._info.last
-        if info.piece == 0 and not complete:  # a draw was abandoned half-way: its sum is dropped, never released
-            self._release.clear()
-            self._reset_batch()
-        self._info = info
-        self._gate.claims.clear()
-
-    def _begin_loss(self, logits: Tensor) -> Tensor | None:
-        """Called by the criterion: checks the contract, brings the bounds up to date, returns the batch's mask."""
-        info = self._info
-        if info is None:
-            raise ContractError(
-                "the private criterion needs a batch of the private loader: iterate the returned loader."
-            )
-        if logits.shape[:1] != (info.rows,):
-            raise ContractError(
-                f"the model returned {tuple(logits.shape)} for {info.rows} records: pass the loader's batch unchanged."
-            )
-        if (info.draw, info.piece) in self._graded:
-            raise ContractError("the loss was already taken on this batch: one differentiable call per batch.")
-        if any(draw != info.draw for draw, _ in self._graded):
-            raise ContractError("two sampled batches in one step: call optimizer.step() after every batch.")
-        if self.budget is not None and self.steps >= self.budget:
-            raise BudgetSpent("the privacy budget is spent: no further step may be released.")
-        autocast = _autocast_dtype(self.device, logits)
-        if not self._graded or autocast not in (None, self._autocast):
-            self._autocast = autocast or self._autocast
-            self._evaluations = self._evaluate()
-            self._sensitivities = self._release.sensitivities(self._evaluations)
-            self._stop_on_nonfinite()
-            self._versions = [b.parameter._version for b in self._release.blocks]
-        self._graded.add((info.draw, info.piece))
-        return info.mask
-
-    def _stop_on_nonfinite(self) -> None:
-        often = self.device.type == "cpu" or self.steps % 64 == 0  # on a device this waits for it
-        finite = torch.isfinite(self._sensitivities).all()
-        if often and not self.plan.needs_gains:  # the bounds do not look at the weights then
-            finite = finite & torch.isfinite(self._release.total()).all()
-        if often and not bool(finite):
-            raise ContractError(
-                "weights are no longer finite: training stops here; the last saved checkpoint is untouched. "
-                "Lower the learning rate or set Bounds(weight_norm=...)."
-            )
-
-    def _claim(self, logits: Tensor, gradient: Tensor) -> None:
-        claims = self._gate.claims
-        if not claims:  # compiled model: put the gate on the logits themselves
-            logits.register_hook(lambda g: gradient.to(g.dtype))
-        elif not any(claim.take(logits, gradient) for claim in claims):
-            raise ContractError(
-                "the private criterion must get the model's output itself (views of it are fine): "
-                "move other operations into the model, where they can be certified."
-            )
-
-    def _begin_backward(self) -> None:
-        self._backward_seen = True
-        for block in self._release.blocks:
-            block.parameter.grad = None
-
-    def _evaluate(self) -> dict[str, Evaluation]:
-        numerics = numerics_for(self.device, self._autocast)
-        with torch.no_grad():
-            return self.plan.evaluate(numerics, self._gains.current(numerics))
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_closure(args[1:] if args and args[0] is optimizer else args, kwargs, optimizer)
-        if self.budget is not None and self.steps >= self.budget:
-            raise BudgetSpent("the privacy budget is spent: no further step may be released.")
-        if not self._graded or not self._backward_seen:
-            raise ContractError("step() without a new batch: call loss(model(x), y).backward() on a batch first.")
-        assert self._info is not None
-        self._skip = not self._info.last
-        if self._skip:  # a piece of a larger draw: with no gradients the optimiser does nothing
-            for block in self._release.blocks:
-                block.parameter.grad = None
-            return
-        if self._versions != [b.parameter._version for b in self._release.blocks]:
-            raise ContractError("weights changed between the loss and step(): the certified bounds no longer hold.")
-        # charge first: an interruption after this line may waste budget but never hides a release
-        step, self.steps = self.steps, self.steps + 1
-        self._release.release(self._sensitivities, self.streams, step)
-
-    def _after_step(self, *_: Any) -> None:
-        if self._skip:
-            return
-        self._reset_batch()
-        self._gate.claims.clear()
-        self._clip()
 
     # -- what was spent ---------------------------------------------------------------------------------------------
 
@@ -332,16 +249,17 @@ class PrivacyEngine:
 
     def certificate(self) -> Certificate:
         """The certificate at the present weights; its sensitivities carry the noise of the next step."""
+        if self.model is None:
+            raise ContractError("this engine has no model yet: call make_private first.")
         evaluations = self._evaluate()
         if not self.plan.needs_gains:  # shown all the same
             shown = self.plan.evaluate(numerics_for(self.device, self._autocast))
             for path, evaluation in evaluations.items():
                 evaluation.gain = shown[path].gain
-        certificate = self.plan.certificate(evaluations)
-        return _report.with_slack(certificate, self._release.slack)
+        return _report.as_released(self.plan.certificate(evaluations), self._release)
 
     def report(self, delta: float | None = None) -> dict[str, Any]:
-        """A JSON-ready privacy statement: adjacency, public constants, mechanisms, sensitivities, what is not covered."""
+        """A JSON-ready privacy statement: adjacency, constants, mechanisms, sensitivities, what is not covered."""
         return _report.privacy_report(self, delta)
 
     # -- save and resume --------------------------------------------------------------------------------------------
@@ -353,16 +271,10 @@ class PrivacyEngine:
     def load(self, path: Any, *, exact: bool = False) -> None:
         """Resume from :meth:`save`. By default with fresh noise, charging replayed steps again.
 
-        ``exact=True`` (only with ``generator=``) continues the very same noise and draws; the data set must be the same,
-        which is checked by a keyed hash.
+        ``exact=True`` (only with ``generator=``) continues the very same noise and draws; the data set must be the
+        same, which is checked by a keyed hash.
         """
         _checkpoint.load(self, path, exact=exact)
-
-
-def _autocast_dtype(device: torch.device, logits: Tensor) -> torch.dtype | None:
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return logits.dtype if logits.dtype in (torch.bfloat16, torch.float16) else None
 
 
 def _sample_rate(data_loader: DataLoader, sample_rate: float | None) -> float:
@@ -378,11 +290,16 @@ def _first_input(data_loader: DataLoader) -> Any:
         raise WeightclipError(
             "the model's input is not the first element of a batch: pass example= (a batch of inputs)."
         )
-    return torch.zeros_like(first)
+    return first
+
+
+def _zeros_like(value: Any, device: torch.device) -> Any:
+    return torch.zeros_like(value, device=device) if isinstance(value, Tensor) else value
 
 
 def engine_of(model: nn.Module) -> PrivacyEngine | None:
-    """The engine that made a model private, if it is still there."""
+    """The engine that made a model (or the model inside a compiled one) private, if it is still there."""
+    model = getattr(model, "_orig_mod", model)
     for hook in model._forward_hooks.values():
         if isinstance(hook, OutputGate) and hook.engine is not None:
             return hook.engine()

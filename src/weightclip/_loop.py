@@ -1,0 +1,210 @@
+"""What the engine does between two batches: checks the contract, collects certified gradients, releases their sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightclip._criterion import PrivateCriterion
+from weightclip._gains import Gains, WeightClipper, numerics_for
+from weightclip._gate import OutputGate, Passage
+from weightclip._release import Release
+from weightclip._streams import Streams
+from weightclip._validate import refuse_closure
+from weightclip._watch import Watch, refuse_stray_gradients
+from weightclip.certificate import Evaluation, Plan, build_plan
+from weightclip.config import Bounds
+from weightclip.errors import BudgetSpent, ContractError
+from weightclip.factors import JointCap
+from weightclip.sampling import BatchInfo, PoissonLoader
+
+
+class TrainingLoop:
+    """One step at a time: on_batch -> begin_loss -> collect (in backward) -> before_step -> after_step.
+
+    Formal guarantees:
+        The sum that is released holds the certified gradient of each record of one draw, once, and nothing else:
+        gradients that reach parameters by any other way than ``_collect`` are dropped.
+    """
+
+    model: nn.Module | None
+    optimizer: torch.optim.Optimizer
+    loader: PoissonLoader
+    criterion: PrivateCriterion
+    bounds: Bounds
+    streams: Streams
+    device: torch.device
+    budget: int | None
+    steps: int
+    plan: Plan
+    _plans: dict[tuple[bool, ...], Plan]
+    _example: tuple[Any, ...]
+    _gains: Gains
+    _clip: WeightClipper
+    _release: Release
+    _gate: OutputGate
+    _watch: Watch
+    _joint: JointCap
+    _trained: set[int]
+    _versions: list[int]
+    _settings: tuple[Any, ...]
+    _sensitivities: Tensor
+    _autocast: torch.dtype | None
+    _info: BatchInfo | None
+    _collecting: bool = False
+    _skip: bool = False
+
+    def _reset_batch(self) -> None:
+        self._graded: set[tuple[int, int]] = set()  # (draw, piece) whose loss was taken since the last release
+        self._backward_seen = False  # whether the present piece's gradients are in the sum
+
+    def _drop_sum(self) -> None:
+        """Forget what was collected; nothing of it was released."""
+        self._release.clear()
+        self._reset_batch()
+
+    def _steps_left(self) -> int | None:
+        return None if self.budget is None else max(0, self.budget - self.steps)
+
+    def _refuse_overspending(self) -> None:
+        if self.budget is not None and self.steps >= self.budget:
+            raise BudgetSpent("the privacy budget is spent: no further step may be released.")
+
+    def _on_batch(self, info: BatchInfo) -> None:
+        complete = self._info is None or self._info.last
+        if info.piece == 0 and not complete:  # a draw was abandoned half-way: its sum is dropped, never released
+            self._drop_sum()
+        self._info = info
+        self._gate.clear()
+
+    # -- the loss -----------------------------------------------------------------------------------------------------
+
+    def _begin_loss(self, logits: Tensor) -> tuple[Passage, Tensor | None]:
+        """Called by the criterion: checks the contract, brings the bounds up to date; (forward pass, batch's mask)."""
+        info = self._info
+        if info is None:
+            raise ContractError(
+                "the private criterion needs a batch of the private loader: iterate the returned loader."
+            )
+        if logits.shape[:1] != (info.rows,):
+            raise ContractError(
+                f"the model returned {tuple(logits.shape)} for {info.rows} records: pass the loader's batch unchanged."
+            )
+        if (info.draw, info.piece) in self._graded:
+            raise ContractError("the loss was already taken on this batch: one differentiable call per batch.")
+        if any(draw != info.draw for draw, _ in self._graded):
+            self._drop_sum()  # so that a loop that is started again finds a clean state
+            raise ContractError("two sampled batches in one step: call optimizer.step() after every batch.")
+        self._refuse_overspending()
+        passage = self._gate.enter(logits)
+        autocast = passage.autocast
+        if autocast is None and logits.dtype in (torch.bfloat16, torch.float16):
+            autocast = logits.dtype
+        self._watch.check()
+        settings = (autocast, self._watch.modes(), tuple(logits.shape[1:]))
+        if not self._graded:
+            self._settings = settings
+            self._certify_step(*settings)
+        elif settings != self._settings:
+            raise ContractError("autocast, train()/eval() or the shape of the output changed within one draw.")
+        elif self._versions != self._watch.versions():
+            raise ContractError("weights changed between pieces of one draw: the certified bounds no longer hold.")
+        return passage, info.mask
+
+    def _loss_taken(self) -> None:
+        assert self._info is not None
+        self._graded.add((self._info.draw, self._info.piece))
+        self._backward_seen = False
+
+    def _certify_step(self, autocast: torch.dtype | None, modes: tuple[bool, ...], shape: tuple[int, ...]) -> None:
+        """Sensitivities of this step: at the present weights, in the present modes, for the loss's actual argument."""
+        self._use_mode(modes)
+        self._autocast = autocast
+        self.plan.loss_bound = self.criterion.loss.bound(shape, self.bounds.p)
+        self._versions = self._watch.versions()
+        self._sensitivities = self._release.sensitivities(self._evaluate())
+        often = self.device.type == "cpu" or self.steps % 64 == 0  # on a device this waits for it
+        finite = torch.isfinite(self._sensitivities).all()
+        if often and not self.plan.needs_gains:  # the bounds do not look at the weights then
+            finite = finite & torch.isfinite(self._release.total()).all()
+        if often and not bool(finite):
+            raise ContractError(
+                "weights are no longer finite: training stops here; the last saved checkpoint is untouched. "
+                "Lower the learning rate or set Bounds(weight_norm=...)."
+            )
+
+    def _use_mode(self, modes: tuple[bool, ...]) -> None:
+        """train() and eval() are different functions: each has a graph of its own."""
+        assert self.model is not None
+        if modes not in self._plans:
+            plan = build_plan(self.model, self.criterion.loss, self.bounds, self._example)
+            if list(plan.layers) != list(self.plan.layers):
+                raise ContractError(
+                    "train() and eval() use other layers: make the model private in the mode it trains in."
+                )
+            self._plans[modes] = plan
+        if self._plans[modes] is not self.plan:
+            self.plan = self._release.plan = self._gains.plan = self._plans[modes]
+            self._gains.reset()
+
+    def _evaluate(self) -> dict[str, Evaluation]:
+        numerics = numerics_for(self.device, self._autocast)
+        with torch.no_grad():
+            return self.plan.evaluate(numerics, self._gains.current(numerics, self.steps))
+
+    # -- the backward pass --------------------------------------------------------------------------------------------
+
+    def _collect(self, output: Tensor, gradient: Tensor) -> None:
+        """A backward pass of its own, from the model's output with the certified gradient, into the engine's sum.
+
+        It runs inside the user's backward pass. Whatever else that pass carries to the parameters (other loss terms,
+        penalties on weights or activations) arrives while nothing is collected, and is dropped.
+        """
+        for block in self._release.blocks:
+            block.parameter.grad = None
+        outer, self._joint.uses = self._joint.uses, []
+        self._collecting = True
+        try:
+            with torch.autocast(self.device.type, enabled=False):
+                torch.autograd.backward(output, gradient.to(output.dtype))
+        finally:
+            self._collecting = False
+            self._joint.uses = outer
+        self._backward_seen = True
+
+    @torch.no_grad()
+    def _take(self, index: int) -> None:
+        """Post-accumulate hook: a parameter's fresh gradient moves to the sum, or nowhere; ``.grad`` is left empty."""
+        parameter = self._release.blocks[index].parameter
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and self._collecting:
+            self._release.add(index, gradient)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_closure(args[1:] if args and args[0] is optimizer else args, kwargs, optimizer)
+        self._refuse_overspending()
+        info = self._info
+        if info is None or (info.draw, info.piece) not in self._graded or not self._backward_seen:
+            raise ContractError("step() without a new batch: call loss(model(x), y).backward() on a batch first.")
+        if self._versions != self._watch.versions():
+            self._drop_sum()
+            raise ContractError("weights changed between the loss and step(): the certified bounds no longer hold.")
+        refuse_stray_gradients(optimizer, self._trained)
+        self._skip = not info.last
+        if self._skip:  # a piece of a larger draw: with no gradients the optimiser does nothing
+            for block in self._release.blocks:
+                block.parameter.grad = None
+            return
+        # charge first: an interruption after this line may waste budget but never hides a release
+        step, self.steps = self.steps, self.steps + 1
+        self._reset_batch()
+        self._release.release(self._sensitivities, self.streams, step)
+
+    def _after_step(self, *_: Any) -> None:
+        if not self._skip:
+            self._gate.clear()
+            self._clip()

@@ -1,0 +1,94 @@
+"""What must stay as it was certified while a model is private."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from weightclip.errors import ContractError
+
+
+class Watch:
+    """Compares a model with what it was at ``make_private``: after a change the certificate speaks of another model.
+
+    Formal guarantees:
+        ``check`` reads structure, public constants and flags only, never records.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = [(path, m, _members(m)) for path, m in model.named_modules()]
+        self.parameters = list(model.named_parameters())
+        self.kinds = [(p.dtype, p.device, p.requires_grad) for _, p in self.parameters]
+        self.buffers = [(name, b, b._version, b.detach().clone()) for name, b in model.named_buffers()]
+
+    def versions(self) -> list[int]:
+        """In-place changes of every parameter so far."""
+        return [p._version for _, p in self.parameters]
+
+    def modes(self) -> tuple[bool, ...]:
+        """Which modules are in training mode."""
+        return tuple(m.training for _, m, _ in self.modules)
+
+    def check(self) -> None:
+        """Raise one clear error for the first thing that changed."""
+        for path, module, members in self.modules:
+            if _members(module) != members:
+                raise ContractError(
+                    f"module '{path}' got other parts after make_private: build the model first, then make it private."
+                )
+            if module._backward_hooks or module._backward_pre_hooks or _foreign(module):
+                raise ContractError(
+                    f"module '{path}' got a hook after make_private, which the certificate cannot see: remove the hook."
+                )
+        for (name, p), kind in zip(self.parameters, self.kinds, strict=True):
+            if (p.dtype, p.device, p.requires_grad) != kind:
+                raise ContractError(
+                    f"parameter '{name}' was frozen, unfrozen, moved or cast after make_private: do that first, then "
+                    "make the model private."
+                )
+            if p._backward_hooks:
+                raise ContractError(f"parameter '{name}' got a gradient hook after make_private: remove the hook.")
+        for i, (name, buffer, version, value) in enumerate(self.buffers):
+            if buffer._version == version:
+                continue
+            if not _same(buffer, value):
+                raise ContractError(f"buffer '{name}' changed after make_private: bounds hold for its old value.")
+            self.buffers[i] = (name, buffer, buffer._version, value)
+
+
+def _members(module: nn.Module) -> tuple[int, ...]:
+    parts = (module._modules, module._parameters, module._buffers)
+    return (id(type(module)), *(id(part) for table in parts for part in table.values()))
+
+
+def _foreign(module: nn.Module) -> bool:
+    tables = (module._forward_hooks, module._forward_pre_hooks)
+    return any(not getattr(hook, "_weightclip", False) for table in tables for hook in table.values())
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def refuse_early_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """A hook that runs when a gradient is accumulated would see it before the noise."""
+    for name, parameter in parameters:
+        if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            raise ContractError(
+                f"parameter '{name}' has a post-accumulate hook, which would see gradients before the noise: remove it."
+            )
+
+
+def refuse_stray_gradients(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:
+    """A parameter the engine does not noise must bring no gradient into a step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in ours and parameter.grad is not None:
+                raise ContractError(
+                    "the optimizer holds a parameter with a gradient that is not private: freeze it, or make the model "
+                    "private with it."
+                )
