@@ -73,8 +73,9 @@ def trace(model: nn.Module, example: Any) -> Graph:
     args = tuple(example) if isinstance(example, (tuple, list)) else (example,)
     args = tuple(_two_records(a) for a in args)
     program = _export(model, args)
+    graph = _Contraction(model, program).graph()
     refuse_unseen_writes(program)
-    return _Contraction(model, program).graph()
+    return graph
 
 
 def _two_records(value: Any) -> Any:
@@ -146,7 +147,7 @@ class _Contraction:
                     inputs.append(self._add_input(node))
             elif node.op == "call_function":
                 region = regions.get(node)
-                if not _has_tensor(node):  # sizes and assertions about metadata
+                if not _has_tensor(node) or not node.users:  # sizes, assertions about metadata, results nobody reads
                     continue
                 if region is not None:
                     region.visit(self, node)

@@ -268,8 +268,8 @@ class Plan:
                 before = infinite[0]
             op = nodes[before].op
             if not op.floating:
-                return (f"layer '{path}': its input has no bound, because the model's input '{op.name}' holds integers, "
-                        f"which are not projected. Fix: pass floating-point inputs, or {radius}.")  # fmt: skip
+                return (f"layer '{path}': its input has no bound, because the model's input '{op.name}' holds "
+                        f"integers, which are not projected. Fix: pass floats, or {radius}.")  # fmt: skip
             return (f"layer '{path}': its input has no bound, because the model's input '{op.name}' has no radius. "
                     f"Fix: set input_radius, or {radius}.")  # fmt: skip
         for i in range(index + 1, len(nodes)):
