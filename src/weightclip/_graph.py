@@ -113,6 +113,8 @@ def _refuse_modules(model: nn.Module) -> None:
         for kind, why in _REFUSED.items():
             if isinstance(module, kind):
                 raise CertificationError(f"module '{path}' ({type(module).__name__}): {why}.")
+        if module_rule(module) or layer_rule(module):
+            _refuse_hooks(path, module)
         if hasattr(module, "parametrizations"):
             raise CertificationError(
                 f"module '{path}' is parametrised ({', '.join(module.parametrizations)}): remove the parametrisation, "
@@ -170,7 +172,6 @@ class _Contraction:
                     rule, layer = module_rule(module), layer_rule(module)
                     if rule is None and layer is None:
                         continue
-                    _refuse_hooks(path, module)
                     calls[key] = _Region(self.names[module], module, rule, layer, set())
                 calls[key].members.add(node)
                 found[node] = calls[key]
