@@ -73,8 +73,9 @@ def trace(model: nn.Module, example: Any) -> Graph:
     args = tuple(example) if isinstance(example, (tuple, list)) else (example,)
     args = tuple(_two_records(a) for a in args)
     program = _export(model, args)
+    graph = _Contraction(model, program).graph()
     refuse_unseen_writes(program)
-    return _Contraction(model, program).graph()
+    return graph
 
 
 def _two_records(value: Any) -> Any:
@@ -112,6 +113,8 @@ def _refuse_modules(model: nn.Module) -> None:
         for kind, why in _REFUSED.items():
             if isinstance(module, kind):
                 raise CertificationError(f"module '{path}' ({type(module).__name__}): {why}.")
+        if module_rule(module) or layer_rule(module):
+            _refuse_hooks(path, module)
         if hasattr(module, "parametrizations"):
             raise CertificationError(
                 f"module '{path}' is parametrised ({', '.join(module.parametrizations)}): remove the parametrisation, "
@@ -146,7 +149,7 @@ class _Contraction:
                     inputs.append(self._add_input(node))
             elif node.op == "call_function":
                 region = regions.get(node)
-                if not _has_tensor(node):  # sizes and assertions about metadata
+                if not _has_tensor(node) or not node.users:  # sizes, assertions about metadata, results nobody reads
                     continue
                 if region is not None:
                     region.visit(self, node)
@@ -169,7 +172,6 @@ class _Contraction:
                     rule, layer = module_rule(module), layer_rule(module)
                     if rule is None and layer is None:
                         continue
-                    _refuse_hooks(path, module)
                     calls[key] = _Region(self.names[module], module, rule, layer, set())
                 calls[key].members.add(node)
                 found[node] = calls[key]

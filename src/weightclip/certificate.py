@@ -107,13 +107,6 @@ class Plan:
                 )
         if not self.layers:
             raise CertificationError("the model has no trainable parameters: nothing to make private.")
-        named = {node.op.path for node in graph.nodes}
-        for path in bounds.projections():
-            if bounds.p != 2 and path and path not in named:
-                raise CertificationError(
-                    f"input_radius names '{path}', which is no layer of the graph: for p = {bounds.p} the gain of its "
-                    "projection would be missing. Fix: name the first layer inside it, or use p = 2."
-                )
         self._checked = False
         self._static = {}
         for i, node in enumerate(graph.nodes):
@@ -173,7 +166,7 @@ class Plan:
             inputs = self._inputs(node, outputs)
             if node.rule is not None:
                 chain, forward = self._static[i]
-                gains.append(tuple(times(g, self._entry_gain(node, e) * half) for e, g in enumerate(chain.gains)))
+                gains.append(tuple(times(g, half) for g in chain.gains))
                 outputs.append(times(forward.output(inputs), half))
                 continue
             assert node.layer is not None and node.op.module is not None
@@ -184,20 +177,17 @@ class Plan:
                 outputs.append(c2)
                 continue
             chained = c2 if p == 2 else _host(node.layer.gain(module, node.op, p, numerics))
-            gains.append((times(chained, self._entry_gain(node, 0)),))
+            gains.append((chained,))
             outputs.append(times(_host(node.layer.output(module, node.op, c2, inputs[0])), half))
         return gains, outputs
 
     def _inputs(self, node: Node, outputs: list[Scalar]) -> list[Scalar]:
-        """l2 bounds of a node's inputs, after the projection its module may have."""
+        """l2 bounds of a node's inputs, after the projection its module may have.
+
+        That projection has gain 1 in the chain: for p = 1 and inf its scale is detached (``InputProjection``).
+        """
         radius = self.bounds.projections().get(node.op.path, math.inf) if node.op.path else math.inf
         return [least(outputs[e], _projected(radius, s)) for e, s in zip(node.edges, node.op.shapes, strict=True)]
-
-    def _entry_gain(self, node: Node, edge: int) -> float:
-        """Gain of the projection in front of a module: 1 for p = 2, (1 + sqrt(n))/2 for p = 1, inf."""
-        if self.bounds.p == 2 or not node.op.path or node.op.path not in self.bounds.projections():
-            return 1.0
-        return (1 + math.sqrt(math.prod(node.op.shapes[edge]))) / 2
 
     def _refuse_overflow(self, outputs: list[Scalar]) -> None:
         """Behind a value without a bound, activations may overflow to NaN although their own bound is finite.
@@ -283,8 +273,8 @@ class Plan:
                 before = infinite[0]
             op = nodes[before].op
             if not op.floating:
-                return (f"layer '{path}': its input has no bound, because the model's input '{op.name}' holds integers, "
-                        f"which are not projected. Fix: pass floating-point inputs, or {radius}.")  # fmt: skip
+                return (f"layer '{path}': its input has no bound, because the model's input '{op.name}' holds "
+                        f"integers, which are not projected. Fix: pass floats, or {radius}.")  # fmt: skip
             return (f"layer '{path}': its input has no bound, because the model's input '{op.name}' has no radius. "
                     f"Fix: set input_radius, or {radius}.")  # fmt: skip
         for i in range(index + 1, len(nodes)):

@@ -17,6 +17,7 @@ GELU = 1.12905
 SILU = 1.09984
 MISH = 1.08851
 HARDSWISH = 1.5
+HARDSIGMOID = 1 / 6 + 2.0**-24  # torch keeps 1/6 in float32
 
 
 def numel(shape: tuple[int, ...]) -> int:
@@ -49,8 +50,9 @@ for _packet, _gain, _zero, _sup in [
     (aten.sigmoid_, 0.25, 0.5, 1.0),
     (aten.log_sigmoid, 1.0, math.log(2), math.inf),
     (aten.relu6, 1.0, 0.0, 6.0),
-    (aten.hardsigmoid, 1 / 6, 0.5, 1.0),
-    (aten.hardsigmoid_, 1 / 6, 0.5, 1.0),
+    (aten.relu6_, 1.0, 0.0, 6.0),
+    (aten.hardsigmoid, HARDSIGMOID, 0.5, 1.0),
+    (aten.hardsigmoid_, HARDSIGMOID, 0.5, 1.0),
     (aten.hardswish, HARDSWISH, 0.0, math.inf),
     (aten.hardswish_, HARDSWISH, 0.0, math.inf),
     (aten.gelu, GELU, 0.0, math.inf),
