@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weightclip._adaptive import Quantiles
 from weightclip._graph import Graph, Node, trace
 from weightclip.bounds import Numerics, Scalar, least, plus, times
 from weightclip.config import Bounds
@@ -107,11 +108,18 @@ class Plan:
                 )
         if not self.layers:
             raise CertificationError("the model has no trainable parameters: nothing to make private.")
+        self.quantiles: Quantiles | None = None  # where limits follow private quantiles
+        self.loss_shape = graph.nodes[graph.output].op.out_shape  # of the loss's argument, one record
         self._static = {}
         for i, node in enumerate(graph.nodes):
             if node.rule is not None:
                 forward = node.rule(node.op, 2.0)
                 self._static[i] = (node.rule(node.op, bounds.p) if bounds.p != 2 else forward, forward)
+
+    def limit(self, name: str, path: str) -> Scalar | None:
+        """The limit ``name`` of a layer as it stands: the public constant, or what quantiles have made of it."""
+        adapted = None if self.quantiles is None else self.quantiles.limit(name, path)
+        return self.bounds.of(name, path) if adapted is None else adapted
 
     def evaluate(self, numerics: Numerics, known: Mapping[str, Tensor] | None = None) -> dict[str, Evaluation]:
         """Bounds of every trainable layer at the present weights.
@@ -210,8 +218,8 @@ class Plan:
 
     def _layer(self, path: str, uses: list[int], gains, outputs, cotangents) -> Evaluation:
         bounds, p = self.bounds, self.bounds.p
-        radius, cotangent = bounds.of("layer_radius", path), bounds.of("cotangent_radius", path)
-        cap, beta = bounds.of("layer_cap", path), bounds.of("bias_scale", path) or 1.0
+        radius, cotangent = self.limit("layer_radius", path), self.limit("cotangent_radius", path)
+        cap, beta = self.limit("layer_cap", path), bounds.of("bias_scale", path) or 1.0
         joint = bounds.of("joint_cap", path)
         total: Scalar = 0.0
         x_bound: Scalar = 0.0

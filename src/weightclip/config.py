@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from weightclip._adaptive import Adaptive
 from weightclip.clipping import Rescale, Strategy
 from weightclip.errors import WeightclipError
 from weightclip.factors import CapNorm, Product
@@ -29,6 +30,7 @@ class Bounds:
         bias_scale: beta. The bias gradient is multiplied by beta before the noise and divided by it after.
         layer_cap: Cap on the norm of each record's gradient of the layer (exact for dense layers).
         joint_cap: t_k of the joint cap over all layers: one scale per record for the whole gradient.
+        adaptive: Let layer_radius, cotangent_radius and layer_cap follow private quantiles from where they start.
         p: Exponent of the backward chain: 1, 2 or inf.
         clip: How weights are brought to norm C.
         refresh: Recompute certified norms every that many steps; in between the Frobenius drift bound is added.
@@ -47,6 +49,7 @@ class Bounds:
     bias_scale: float | Mapping[str, float] = 1.0
     layer_cap: PerLayer = None
     joint_cap: PerLayer = None
+    adaptive: Adaptive | None = None
     p: float = 2
     clip: Strategy = field(default_factory=Rescale)
     refresh: int = 1
