@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from weightclip._adaptive import Adaptive
 from weightclip.clipping import Rescale, Strategy
 from weightclip.errors import WeightclipError
 from weightclip.factors import CapNorm, Product
+
+_PER_LAYER = ("weight_norm", "input_radius", "layer_radius", "cotangent_radius", "bias_scale", "layer_cap", "joint_cap")
 
 PerLayer = float | Mapping[str, float] | None
 
@@ -58,14 +61,15 @@ class Bounds:
     product: Product = field(default_factory=Product)
 
     def __post_init__(self) -> None:
-        for name in ("weight_norm", "input_radius", "layer_radius", "cotangent_radius", "bias_scale", "layer_cap",
-                     "joint_cap"):  # fmt: skip
+        for name in _PER_LAYER:
             value = getattr(self, name)
+            if isinstance(value, Mapping):  # a copy: bounds that change during training would not be those enforced
+                object.__setattr__(self, name, dict(value))
             for item in value.values() if isinstance(value, Mapping) else [value]:
                 if item is None:
                     continue
-                if isinstance(item, bool) or not isinstance(item, (int, float)) or not item > 0 or math.isinf(item):
-                    raise WeightclipError(f"Bounds.{name} must be a positive number, got {item!r}.")
+                if isinstance(item, bool) or not isinstance(item, numbers.Real) or not 1e-12 <= float(item) <= 1e12:
+                    raise WeightclipError(f"Bounds.{name} must be a number between 1e-12 and 1e12, got {item!r}.")
         if self.p not in (1, 2, math.inf):
             raise WeightclipError(f"Bounds.p must be 1, 2 or inf, got {self.p!r}.")
         if self.joint_cap is not None and not isinstance(self.joint_cap, Mapping) and self.layer_cap is not None:
@@ -81,14 +85,15 @@ class Bounds:
         return value
 
     def check_names(self, model: nn.Module) -> None:
-        """Refuse names that no module of the model has."""
-        known = {path for path, _ in model.named_modules()}
-        for name in ("weight_norm", "input_radius", "layer_radius", "cotangent_radius", "bias_scale", "layer_cap",
-                     "joint_cap"):  # fmt: skip
+        """Refuse names that no module of the model has, and names of modules where the bound would mean nothing."""
+        known = dict(model.named_modules())
+        for name in _PER_LAYER:
             value = getattr(self, name)
             for path in value if isinstance(value, Mapping) else ():
                 if path not in known:
                     raise WeightclipError(f"Bounds.{name} names '{path}', which is no module of the model.")
+                if name != "input_radius" and next(known[path].parameters(recurse=False), None) is None:
+                    raise WeightclipError(f"Bounds.{name} names '{path}', which has no parameters of its own.")
 
     def projections(self) -> dict[str, float]:
         """Module path -> radius of the projections in the forward."""
