@@ -170,10 +170,12 @@ class Release:
 def largest_batch(batch: float, q: float, n: int) -> int:
     """b_max: exceeded by a Poisson draw with probability below 1e-25 (Bernstein), a public constant.
 
-    The mean of the draw is q n; b is its declared value. A declaration more than a third too small is not believed: q n
-    is then taken, rounded up to a power of two, and thereby declared public.
+    The mean of the draw is q n; b is its declared value, and for any b at least 1024 is allowed for. Where q n is
+    larger than both, it is taken, rounded up to a power of four, and thereby declared public.
     """
-    mean = 1.5 * batch if q * n <= 1.5 * batch else 2.0 ** math.ceil(math.log2(q * n) + 1)
+    mean = max(1024.0, 1.5 * batch)
+    if q * n > mean:
+        mean = 4.0 ** math.ceil(math.log(q * n, 4) - 1e-12)
     return math.ceil(mean + 12 * math.sqrt(mean) + 80)
 
 
