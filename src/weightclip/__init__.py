@@ -3,6 +3,8 @@
 from weightclip import losses as losses
 from weightclip import models as models
 from weightclip import nn as nn
+from weightclip._adaptive import Adaptive as Adaptive
+from weightclip._knorm import KNorm as KNorm
 from weightclip.accounting import Adjacency as Adjacency
 from weightclip.bounds import Effect as Effect
 from weightclip.bounds import operator_norm_bound as operator_norm_bound

@@ -1,15 +1,17 @@
-"""Save and resume: weights, optimiser and ledger in one folder (safetensors + JSON), written atomically."""
+"""Save and resume: weights, optimiser and ledger in one folder (safetensors + JSON), replaced in one atomic step."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import shutil
-import tempfile
+import pickle
+import re
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,42 +22,47 @@ from weightclip.errors import ContractError, WeightclipError
 if TYPE_CHECKING:
     from weightclip.engine import PrivacyEngine
 
-FORMAT = 1
+FORMAT = 2
+_LEDGER = "ledger.json"
 
 
 def save(engine: PrivacyEngine, path: Any) -> None:
-    """Write the folder ``path``; an existing one is replaced only when the new one is complete."""
+    """Write the folder ``path``; what it held before stays whole until the new ledger takes its place."""
     if engine.model is None:
         raise ContractError("nothing to save: call make_private first.")
-    state = {k: v for k, v in engine.model.state_dict().items()}
+    state = engine.model.state_dict()
     if any(v.is_floating_point() and not bool(torch.isfinite(v).all()) for v in state.values()):
         raise ContractError("weights are not finite: not saved; the last good checkpoint is untouched.")
-    tensors = {f"model.{k}": v.detach().cpu().contiguous().clone() for k, v in state.items()}
-    optimiser = _flatten(engine.optimizer.state_dict(), tensors)
+    tensors = {f"model.{k}": _stored(v) for k, v in state.items()}
     ledger = {
-        "format": FORMAT, "steps": engine.steps, "draws": engine.loader.state_dict()["draws"],
-        "noise_multiplier": engine.noise_multiplier, "sample_rate": engine.loader.sample_rate,
-        "expected_batch_size": engine.expected_batch_size, "budget": engine.budget, "accountant": engine.accountant,
-        "resumed": engine._resumed, "optimizer": optimiser,
-        "streams": None if engine.streams.is_secure else engine.streams.state(),
-        "data": None if engine.streams.is_secure else fingerprint(engine),
+        "steps": engine.steps, "draws": engine.loader.state_dict()["draws"], "settings": _settings(engine),
+        "budget": engine.budget, "resumed": engine._resumed, "gains": engine._gains.state(tensors),
+        "optimizer": _flatten(engine.optimizer.state_dict(), tensors), "streams": None, "data": None,
     }  # fmt: skip
+    if not engine.streams.is_secure:
+        ledger["streams"], ledger["data"] = engine.streams.state(), fingerprint(engine, engine.streams)
+        tensors |= {f"random.{kind}": value for kind, value in _random_states(engine.device).items()}
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        save_file(tensors, str(scratch / "weights.safetensors"))
-        (scratch / "ledger.json").write_text(json.dumps(ledger, indent=1))
-        if target.exists():
-            old = target.with_name(f".{target.name}-old-{os.getpid()}")
-            os.replace(target, old)
-            os.replace(scratch, target)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.replace(scratch, target)
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeightclipError(f"cannot write the checkpoint '{target}': {error}") from error
+    weights = target / f"weights-{secrets.token_hex(8)}.safetensors"
+    new = target / f".{weights.name}.json"
+    try:
+        save_file(tensors, str(weights))
+        _sync(weights)
+        book = {"format": FORMAT, "weights": weights.name, "checksum": _checksum(ledger, weights), "ledger": ledger}
+        new.write_text(json.dumps(book, indent=1))
+        _sync(new)
+        os.replace(new, target / _LEDGER)  # the one moment in which the checkpoint changes
     except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
+        for leftover in (new, weights):
+            leftover.unlink(missing_ok=True)
         raise
+    for old in target.glob("weights-*.safetensors"):
+        if old != weights:
+            old.unlink(missing_ok=True)
 
 
 def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
@@ -64,66 +71,103 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
     Formal guarantees:
         Steps counted are never fewer than those this engine or the checkpoint has charged. Unless ``exact``, noise and
         draws come from streams no earlier step has used, so no two sums ever share noise. With ``exact`` they are those
-        the run would have used without the interruption, and the data set is checked to be the same.
+        the run would have used without the interruption, and data, settings and random states are checked or restored
+        to be the same: steps that are run again are the same steps. A loop that draws other random numbers than
+        torch's own must not be resumed exactly.
     """
     if engine.model is None:
         raise ContractError("call make_private with the run's settings first, then load.")
-    folder = Path(path)
-    try:
-        ledger = json.loads((folder / "ledger.json").read_text())
-        tensors = load_file(str(folder / "weights.safetensors"))
-    except (OSError, ValueError) as error:
-        raise WeightclipError(f"cannot read the checkpoint '{folder}': {error}") from error
-    for name, mine in (("noise_multiplier", engine.noise_multiplier), ("sample_rate", engine.loader.sample_rate),
-                       ("expected_batch_size", engine.expected_batch_size)):  # fmt: skip
-        if ledger[name] != mine:
-            raise ContractError(f"the checkpoint was made with {name} = {ledger[name]}, this engine has {mine}.")
+    ledger, tensors = _read(Path(path))
+    mine = _settings(engine)
+    public = ("noise_multiplier", "sample_rate", "expected_batch_size")
+    for name in mine if exact else public:
+        if ledger["settings"][name] != mine[name]:
+            raise ContractError(
+                f"the checkpoint was made with {name} = {ledger['settings'][name]}, this engine has {mine[name]}."
+            )
     if exact:
-        if engine.streams.is_secure or ledger["streams"] is None:
-            raise ContractError("exact resume needs generator= in both runs; secure noise is never written.")
-        if ledger["streams"]["seed"] != engine.streams.state()["seed"]:
-            raise ContractError("exact resume needs the same generator seed as the saved run.")
-        if engine.steps > ledger["steps"]:
-            raise ContractError("this engine is past the checkpoint: resume exactly with a fresh engine.")
-        streams = Streams.from_state(ledger["streams"])
-        if fingerprint(engine, streams) != ledger["data"]:
-            raise ContractError("the data set differs from the saved run's: the same noise must not meet other data.")
-        resumed = ledger["resumed"]
+        streams, resumed = _same_streams(engine, ledger), ledger["resumed"]
     else:
         # a nonce no other resume shares: replayed steps never meet noise that was used before
         nonce = int.from_bytes(os.urandom(7), "little")
         streams, resumed = engine.streams.advance(nonce), ledger["resumed"] + 1
-    engine.model.load_state_dict({k[len("model.") :]: v for k, v in tensors.items() if k.startswith("model.")})
-    engine.optimizer.load_state_dict(_unflatten(ledger["optimizer"], tensors))
-    replayed = max(0, engine.steps - ledger["steps"])  # releases this engine made beyond the checkpoint stay charged
-    engine.steps = ledger["steps"] + replayed
+    weights = {k[len("model.") :]: v for k, v in tensors.items() if k.startswith("model.")}
+    here = engine.model.state_dict()
+    if {k: v.shape for k, v in weights.items()} != {k: v.shape for k, v in here.items()}:
+        raise ContractError("the checkpoint holds another model: its parameters have other names or shapes.")
+    try:
+        engine.optimizer.load_state_dict(_unflatten(ledger["optimizer"], tensors))
+    except ValueError as error:
+        raise ContractError(f"the checkpoint holds another optimizer: {error}") from error
+    engine.model.load_state_dict(weights)
+    engine.steps = max(engine.steps, ledger["steps"])  # releases made beyond the checkpoint stay charged
     engine.loader.load_state_dict({"draws": ledger["draws"]})
     engine.streams, engine.loader.streams, engine._resumed = streams, streams, resumed
     engine._drop_sum()
     engine._info = None
     engine._gains.reset()
+    if exact:
+        engine._gains.restore(ledger["gains"], tensors)
+        _restore_random_states({k[len("random.") :]: v for k, v in tensors.items() if k.startswith("random.")})
 
 
-def fingerprint(engine: PrivacyEngine, streams: Streams | None = None) -> str:
-    """A keyed hash of the whole data set (the key is the run's seed, so the checkpoint alone says nothing of it)."""
-    digest = hashlib.blake2b(key=(streams or engine.streams).key("fingerprint"), digest_size=32)
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Ledger and tensors of a checkpoint, if both are whole and belong together."""
+    try:
+        book = json.loads((folder / _LEDGER).read_text())
+        if book["format"] != FORMAT:
+            raise ValueError(f"format {book['format']}, this version reads {FORMAT}")
+        weights = folder / Path(book["weights"]).name
+        if _checksum(book["ledger"], weights) != book["checksum"]:
+            raise ValueError("its files were changed or do not belong together")
+        return book["ledger"], load_file(str(weights))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightclipError(f"cannot read the checkpoint '{folder}': {error}") from error
+
+
+def _settings(engine: PrivacyEngine) -> dict[str, Any]:
+    """What must be the same for the same noise to meet the same sums."""
+    texts = {"bounds": engine.bounds, "loss": engine.criterion.loss, "allocation": engine._release.allocation}
+    return {
+        "noise_multiplier": engine.noise_multiplier, "sample_rate": engine.loader.sample_rate,
+        "expected_batch_size": engine.expected_batch_size, "max_physical_batch_size": engine.loader._piece_size,
+        **{name: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for name, value in texts.items()},
+    }  # fmt: skip
+
+
+def _same_streams(engine: PrivacyEngine, ledger: dict[str, Any]) -> Streams:
+    """The saved run's streams, if this engine may continue them."""
+    if engine.streams.is_secure or ledger["streams"] is None:
+        raise ContractError("exact resume needs generator= in both runs; secure noise is never written.")
+    if ledger["streams"]["seed"] != engine.streams.state()["seed"]:
+        raise ContractError("exact resume needs the same generator seed as the saved run.")
+    if engine.steps > ledger["steps"]:
+        raise ContractError("this engine is past the checkpoint: resume exactly with a fresh engine.")
+    streams = Streams.from_state(ledger["streams"])
+    if fingerprint(engine, streams) != ledger["data"]:
+        raise ContractError("the data set differs from the saved run's: the same noise must not meet other data.")
+    return streams
+
+
+def fingerprint(engine: PrivacyEngine, streams: Streams) -> str:
+    """A keyed hash of the whole data set. Its key is the run's seed: a seeded checkpoint is as secret as the seed."""
+    digest = hashlib.blake2b(key=streams.key("fingerprint"), digest_size=32)
     dataset = engine.loader.dataset
     tensors = getattr(dataset, "tensors", None)
-    if tensors is not None:
-        for tensor in tensors:
-            _feed(digest, tensor)
-    else:
-        for i in range(len(dataset)):  # type: ignore[arg-type]
-            _feed(digest, dataset[i])
+    for value in tensors if tensors is not None else (dataset[i] for i in range(len(dataset))):  # type: ignore[arg-type]
+        _feed(digest, value)
     return digest.hexdigest()
 
 
 def _feed(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
+        _feed(digest, value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.dim() else
-                      repr(value.item()).encode())  # fmt: skip
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        digest.update(f"{value.dtype}{value.shape}".encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
     elif isinstance(value, (tuple, list)):
+        digest.update(f"{type(value).__name__}{len(value)}".encode())
         for item in value:
             _feed(digest, item)
     elif isinstance(value, dict):
@@ -131,13 +175,44 @@ def _feed(digest: Any, value: Any) -> None:
             digest.update(str(key).encode())
             _feed(digest, value[key])
     else:
-        digest.update(repr(value).encode())
+        digest.update(pickle.dumps(value, protocol=5))
+
+
+def _checksum(ledger: dict[str, Any], weights: Path) -> str:
+    digest = hashlib.blake2b(json.dumps(ledger, sort_keys=True).encode(), digest_size=32)
+    with weights.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _stored(value: Tensor) -> Tensor:
+    return value.detach().cpu().contiguous().clone()
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    """torch's own generators, which dropout reads."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _restore_random_states(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _flatten(value: Any, tensors: dict[str, Tensor], prefix: str = "optimizer") -> Any:
     """Nested state with its tensors moved to ``tensors`` and named in their place."""
     if isinstance(value, Tensor):
-        tensors[prefix] = value.detach().cpu().contiguous().clone()
+        tensors[prefix] = _stored(value)
         return {"__tensor__": prefix}
     if isinstance(value, dict):
         return {"__dict__": [[k, _flatten(v, tensors, f"{prefix}.{k}")] for k, v in value.items()]}

@@ -31,6 +31,15 @@ class _Summed(torch.autograd.Function):
         return None, None, None, None  # nothing flows on: what the engine collected is all there is
 
 
+def _per_view(target: Any, records: int, views: int) -> Any:
+    """Targets of the views, record after record: those given per record are repeated."""
+    if views == 1:
+        return target
+    if isinstance(target, Tensor):
+        return target.repeat_interleave(views, 0) if target.dim() and target.shape[0] == records else target
+    return type(target)(_per_view(t, records, views) for t in target) if isinstance(target, (tuple, list)) else target
+
+
 class PrivateCriterion(nn.Module):
     """Wraps the user's criterion. Under ``no_grad`` it is the user's criterion.
 
@@ -55,6 +64,7 @@ class PrivateCriterion(nn.Module):
     def _private(self, logits: Tensor, target: Any) -> Tensor:
         engine: PrivacyEngine = self.__dict__["_engine"]
         passage, mask = engine._begin_loss(logits)
+        target = _per_view(target, logits.shape[0] // engine.views, engine.views)
         detached = logits.detach()
         with torch.no_grad():
             values, gradient = self.loss.both(detached, target)
@@ -63,7 +73,7 @@ class PrivateCriterion(nn.Module):
                 keep = mask.view(-1, *(1,) * (gradient.dim() - 1))
                 gradient = torch.where(keep, gradient, torch.zeros_like(gradient))
                 values = torch.where(mask, values, torch.zeros_like(values))
-            value = values.sum() / engine.expected_batch_size
+            value = values.sum() / (engine.expected_batch_size * engine.views)
             gradient = passage.lay_out(logits, gradient)
         engine._loss_taken()
         # the output itself is hidden in a tuple: a tensor argument would join the user's graph to the model's

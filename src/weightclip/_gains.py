@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from weightclip._bank import NormBank
-from weightclip.bounds import Numerics, Scalar, kernel_overlap, layer_norm_tensor, layer_rule
+from weightclip.bounds import Numerics, Scalar, kernel_overlap, layer_rule
 from weightclip.bounds._layer_norms import effective_weight, is_layer, norm_function
 from weightclip.certificate import Plan
 from weightclip.clipping import Rescale
@@ -30,11 +31,9 @@ class Gains:
         self.plan, self.refresh = plan, bounds.refresh
         self._since: int | None = None  # the step of the last snapshot
         # without the DFT bound all norms are of one kind and can be taken together
-        self.bank = (
-            NormBank(_plain_layers(plan)) if not bounds.spectral and bounds.p == 2 and self.refresh == 1 else None
-        )
-        self._free = list(_plain_layers(plan))
-        self._clipped: tuple[list[float], dict[str, Tensor]] | None = None
+        together = not bounds.spectral and bounds.p == 2 and self.refresh == 1
+        self.bank = NormBank(_plain_layers(plan)) if together else None
+        self._clipped: _Clipped | None = None
         self._numerics: Numerics | None = None
         self._gain: dict[str, Tensor] = {}
         self._then: dict[str, Tensor] = {}
@@ -42,7 +41,7 @@ class Gains:
     def current(self, numerics: Numerics, step: int) -> Mapping[str, Scalar]:
         """Bounds to use at ``step``; empty when every gain is to be evaluated afresh, infinite where none is wanted."""
         if not self.plan.needs_gains:
-            return dict.fromkeys(self._free, math.inf)
+            return dict.fromkeys(_plain_layers(self.plan), math.inf)
         if self.bank is not None:
             return self._from_bank(self.bank, numerics)
         if self.refresh == 1:
@@ -55,15 +54,15 @@ class Gains:
             module = self.plan.model.get_submodule(path)
             now = effective_weight(module).to(numerics.weights)
             m = kernel_overlap(module) if isinstance(module, _ConvNd) else 1
-            drift = torch.linalg.vector_norm((now - then).to(torch.float32), dtype=torch.float64)
-            known[path] = self._gain[path] + math.sqrt(m) * drift * (1 + 1e-6)
+            rule = layer_rule(module)
+            assert rule is not None
+            drift = torch.linalg.vector_norm(now.float() - then.float(), dtype=torch.float64)
+            known[path] = self._gain[path] + math.sqrt(m) * drift * (1 + 1e-6) * rule.inflation(module, numerics)
         return known
 
     def _from_bank(self, bank: NormBank, numerics: Numerics) -> dict[str, Scalar]:
-        norms = None
-        if self._clipped is not None and numerics.weights == torch.float32:
-            seen, kept = self._clipped
-            norms = kept if seen == self._fingerprint(bank) else None  # changed meanwhile, perhaps through .data
+        kept = self._clipped if numerics.weights == torch.float32 else None
+        norms = None if kept is None else kept.norms_if_unchanged(bank)
         norms = bank.norms(numerics.weights) if norms is None else norms
         known: dict[str, Scalar] = {}
         for path, norm in norms.items():
@@ -72,10 +71,6 @@ class Gains:
             factor = rule.inflation(bank.layers[path], numerics)
             known[path] = float(norm) * factor if norm.device.type == "cpu" else norm * factor
         return known
-
-    def _fingerprint(self, bank: NormBank) -> list[float]:
-        return [float(cast(Tensor, m.weight).detach().flatten().dot(cast(Tensor, m.weight).detach().flatten()))
-                for m in bank.layers.values()]  # fmt: skip
 
     def clip(self, limits: dict[str, float]) -> None:
         """ClipWeights by rescaling (the paper's), on the norms of the bank, which then serve the next evaluation."""
@@ -96,13 +91,31 @@ class Gains:
         else:
             for weight, scale in zip(weights, scales, strict=True):
                 weight.mul_(scale.to(weight.dtype))
-        on_cpu = all(cast(Tensor, m.weight).device.type == "cpu" for m in self.bank.layers.values())
-        # on a device the norms are taken again rather than waiting for it
-        self._clipped = (self._fingerprint(self.bank), norms) if on_cpu else None
+        self._clipped = _Clipped(norms, _versions(self.bank), _frobenius(self.bank))
 
     def reset(self) -> None:
         """Weights were replaced from outside: evaluate afresh next time."""
-        self._since = None
+        self._since, self._clipped = None, None
+
+    def state(self, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
+        """What an exact resume needs between two snapshots; the weights of the last one go to ``tensors``."""
+        if self._since is None or self._numerics is None:
+            return None
+        tensors |= {f"gains.{path}": then.cpu().clone() for path, then in self._then.items()}
+        gains = {path: float(gain) for path, gain in self._gain.items()}
+        return {"since": self._since, "gain": gains, "numerics": [str(self._numerics.weights), self._numerics.operand]}
+
+    def restore(self, state: dict[str, Any] | None, tensors: dict[str, Tensor]) -> None:
+        """Continue from :meth:`state`."""
+        if state is None:
+            return
+        kind, operand = state["numerics"]
+        self._numerics = Numerics(getattr(torch, kind.removeprefix("torch.")), operand)
+        self._since, self._gain, self._then = state["since"], {}, {}
+        for path, gain in state["gain"].items():
+            device = cast(Tensor, self.plan.model.get_submodule(path).weight).device
+            self._gain[path] = torch.tensor(gain, dtype=torch.float64, device=device)
+            self._then[path] = tensors[f"gains.{path}"].to(device)
 
     def _snapshot(self, numerics: Numerics) -> None:
         self._numerics, self._gain, self._then = numerics, {}, {}
@@ -112,6 +125,36 @@ class Gains:
                 continue
             self._then[node.op.path] = effective_weight(module).to(numerics.weights, copy=True)
             self._gain[node.op.path] = cast(Tensor, node.layer.gain(module, node.op, 2, numerics))
+
+
+@dataclass(frozen=True)
+class _Clipped:
+    """Norms that clipping has just established, valid while the weights stay as they are."""
+
+    norms: dict[str, Tensor]
+    versions: list[int]
+    frobenius: Tensor
+
+    def norms_if_unchanged(self, bank: NormBank) -> dict[str, Tensor] | None:
+        """The norms; None when weights changed. Writes through ``.data`` bump no version, but they move ||W||_F."""
+        if self.versions != _versions(bank):
+            return None
+        now = _frobenius(bank)
+        changed = now != self.frobenius
+        if now.device.type == "cpu":
+            return None if bool(changed.any()) else self.norms
+        # nothing waits for the device: where a weight moved, its Frobenius norm is a bound as well
+        free = {path: now[i].double() * (1.01 * bank.factors[path]) for i, path in enumerate(bank.layers)}
+        return {path: torch.where(changed[i], free[path], self.norms[path]) for i, path in enumerate(bank.layers)}
+
+
+def _versions(bank: NormBank) -> list[int]:
+    return [cast(Tensor, module.weight)._version for module in bank.layers.values()]
+
+
+def _frobenius(bank: NormBank) -> Tensor:
+    weights = [cast(Tensor, module.weight).detach() for module in bank.layers.values()]
+    return torch.stack(torch._foreach_norm(weights))  # pyright: ignore[reportPrivateImportUsage]
 
 
 class WeightClipper:
@@ -143,23 +186,23 @@ def _plain_layers(plan: Plan) -> dict[str, nn.Module]:
     found = {}
     for node in plan.graph.nodes:
         module = node.op.module
-        if (
-            node.layer is not None
-            and module is not None
-            and is_layer(module)
-            and not hasattr(module, "effective_weight")
-        ):
+        if node.layer is None or module is None or not is_layer(module):
+            continue
+        if not hasattr(module, "effective_weight"):
             found[node.op.path] = module
     return found
 
 
 def numerics_for(device: torch.device, autocast: torch.dtype | None) -> Numerics:
-    """How passes round on this device: autocast's type, TF32 where torch may use it, float32 otherwise."""
+    """How passes round on this device: autocast's type, TF32 or bfloat16 where torch may use them, else float32."""
     if autocast in (torch.bfloat16, torch.float16):
         return Numerics(autocast, {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[autocast])
-    if device.type == "cuda" and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32):
-        return Numerics(torch.float32, 2.0**-10)
-    return Numerics()
-
-
-__all__ = ["Gains", "WeightClipper", "layer_norm_tensor", "numerics_for"]
+    backends = cast(Any, torch.backends)
+    cuda = device.type == "cuda"
+    matmul, conv = (
+        (backends.cuda.matmul, backends.cudnn.conv) if cuda else (backends.mkldnn.matmul, backends.mkldnn.conv)
+    )
+    modes = {matmul.fp32_precision, conv.fp32_precision} - {"ieee", "none"}
+    if not modes:
+        return Numerics()
+    return Numerics(torch.float32, 2.0**-10) if modes == {"tf32"} else Numerics(torch.bfloat16, 2.0**-8)

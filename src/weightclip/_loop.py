@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weightclip._adaptive import Quantiles
 from weightclip._criterion import PrivateCriterion
 from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import OutputGate, Passage
+from weightclip._knorm import Entrywise
 from weightclip._release import Release
 from weightclip._streams import Streams
 from weightclip._validate import refuse_closure
@@ -55,6 +57,9 @@ class TrainingLoop:
     _info: BatchInfo | None
     _collecting: bool = False
     _skip: bool = False
+    views: int = 1  # augmentation multiplicity
+    _quantiles: Quantiles | None = None
+    _entrywise: Entrywise | None = None
 
     def _reset_batch(self) -> None:
         self._graded: set[tuple[int, int]] = set()  # (draw, piece) whose loss was taken since the last release
@@ -63,6 +68,8 @@ class TrainingLoop:
     def _drop_sum(self) -> None:
         """Forget what was collected; nothing of it was released."""
         self._release.clear()
+        if self._quantiles is not None:
+            self._quantiles.clear()
         self._reset_batch()
 
     def _steps_left(self) -> int | None:
@@ -88,9 +95,11 @@ class TrainingLoop:
             raise ContractError(
                 "the private criterion needs a batch of the private loader: iterate the returned loader."
             )
-        if logits.shape[:1] != (info.rows,):
+        if logits.shape[:1] != (info.rows * self.views,):
+            of = "" if self.views == 1 else f" of {self.views} views each"
             raise ContractError(
-                f"the model returned {tuple(logits.shape)} for {info.rows} records: pass the loader's batch unchanged."
+                f"the model returned {tuple(logits.shape)} for {info.rows} records{of}: pass the loader's batch "
+                "unchanged."
             )
         if (info.draw, info.piece) in self._graded:
             raise ContractError("the loss was already taken on this batch: one differentiable call per batch.")
@@ -111,7 +120,7 @@ class TrainingLoop:
             raise ContractError("autocast, train()/eval() or the shape of the output changed within one draw.")
         elif self._versions != self._watch.versions():
             raise ContractError("weights changed between pieces of one draw: the certified bounds no longer hold.")
-        return passage, info.mask
+        return passage, info.mask if info.mask is None else info.mask.repeat_interleave(self.views)
 
     def _loss_taken(self) -> None:
         assert self._info is not None
@@ -122,7 +131,7 @@ class TrainingLoop:
         """Sensitivities of this step: at the present weights, in the present modes, for the loss's actual argument."""
         self._use_mode(modes)
         self._autocast = autocast
-        self.plan.loss_bound = self.criterion.loss.bound(shape, self.bounds.p)
+        self.plan.loss_bound, self.plan.loss_shape = self.criterion.loss.bound(shape, self.bounds.p), shape
         self._versions = self._watch.versions()
         self._sensitivities = self._release.sensitivities(self._evaluate())
         often = self.device.type == "cpu" or self.steps % 64 == 0  # on a device this waits for it
@@ -144,6 +153,11 @@ class TrainingLoop:
                 raise ContractError(
                     "train() and eval() use other layers: make the model private in the mode it trains in."
                 )
+            if self._quantiles is not None and any(len(u) != len(self.plan.layers[k]) for k, u in plan.layers.items()):
+                raise ContractError(
+                    "train() and eval() use layers a different number of times: adaptive limits refuse."
+                )
+            plan.quantiles = self._quantiles
             self._plans[modes] = plan
         if self._plans[modes] is not self.plan:
             self.plan = self._release.plan = self._gains.plan = self._plans[modes]
@@ -152,7 +166,8 @@ class TrainingLoop:
     def _evaluate(self) -> dict[str, Evaluation]:
         numerics = numerics_for(self.device, self._autocast)
         with torch.no_grad():
-            return self.plan.evaluate(numerics, self._gains.current(numerics, self.steps))
+            found = self.plan.evaluate(numerics, self._gains.current(numerics, self.steps))
+            return found if self._entrywise is None else self._entrywise(self.plan, found, numerics)
 
     # -- the backward pass --------------------------------------------------------------------------------------------
 
@@ -203,6 +218,8 @@ class TrainingLoop:
         step, self.steps = self.steps, self.steps + 1
         self._reset_batch()
         self._release.release(self._sensitivities, self.streams, step)
+        if self._quantiles is not None:
+            self._quantiles.release(self.streams, step)
 
     def _after_step(self, *_: Any) -> None:
         if not self._skip:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from weightclip._knorm import KNorm, fill_, spread
 from weightclip._streams import NOISE, Streams
 from weightclip.bounds import layer_rule
 from weightclip.certificate import Evaluation, Plan
 from weightclip.factors import Product
-from weightclip.mechanisms import Allocation, floored, joint_multiplier
+from weightclip.mechanisms import Allocation, floored, joint_multiplier, round_release_
 
 _U = 2.0**-24
 _UP = 1.0 + 2.0**-22  # keeps a scale above its float64 value after it is rounded to float32
@@ -35,13 +36,16 @@ class Release:
     Formal guarantees:
         With sensitivities Delta_k (rounding slack included) and scales s_k from the allocation,
         sum_k Delta_k^2/s_k^2 = 1/sigma^2: all layers jointly are one Gaussian mechanism of multiplier sigma under
-        adding or removing one record. The divisor is the public expected batch size.
+        adding or removing one record. The divisor is the public expected batch size. With M views of each record
+        Delta_k bounds each *unscaled* view, so their sum moves by at most M Delta_k: noise M s_k, divisor M b. With a
+        K-norm mechanism Delta_k bounds entrywise norms, and one draw is 1/sigma-DP. A grid rounds what is released.
     """
 
     def __init__(
         self, plan: Plan, allocation: Allocation, sigma: float, batch: float, slack: Sequence[float],
-        in_pieces: bool = False,
+        in_pieces: bool = False, views: int = 1, grid: float | None = None, knorm: KNorm | None = None,
     ) -> None:  # fmt: skip
+        self.views, self.grid, self.knorm = views, grid, knorm
         self.plan, self.allocation, self.sigma, self.batch, self.slack = plan, allocation, sigma, batch, list(slack)
         self.blocks: list[Block] = []
         self.dims: list[int] = []
@@ -72,7 +76,8 @@ class Release:
 
     def total(self) -> Tensor:
         """Norm of every parameter; not finite exactly when a weight is not (or is far too large)."""
-        return torch.stack(torch._foreach_norm([b.parameter.detach() for b in self.blocks]))  # type: ignore[attr-defined]
+        norms = torch._foreach_norm([b.parameter.detach() for b in self.blocks])  # pyright: ignore[reportPrivateImportUsage]
+        return torch.stack(norms)
 
     def clear(self) -> None:
         """Forget the sum of an abandoned or released step."""
@@ -112,7 +117,9 @@ class Release:
         return torch.cat([ratio.reshape(1), sensitivities[alone]]), dims, thresholds, alone
 
     def scales(self, sensitivities: Tensor) -> Tensor:
-        """s_k of every layer."""
+        """s_k of every layer (root mean square of the noise on one entry)."""
+        if self.knorm is not None:
+            return spread(self.knorm, self.dims, 1 / self.sigma, sensitivities) if self.sigma > 0 else 0 * sensitivities
         grouped, dims, thresholds, alone = self._grouped(sensitivities)
         parts = self.allocation.scales(grouped, dims, self.sigma)
         if thresholds is None:
@@ -136,47 +143,57 @@ class Release:
             if not filled:
                 view.zero_()
         if self.sigma > 0:
-            scales = self.scales(sensitivities) * _UP
-            streams.normal_(self.noise, NOISE, step)
-            if self.flat.device.type == "cpu":
-                values = scales.tolist()
-                factors = [values[b.layer] / b.beta for b in self.blocks]
-                torch._foreach_mul_(self.draws, factors)  # pyright: ignore[reportPrivateImportUsage]
-            else:  # the scales stay on the device: nothing waits
-                for view, block in zip(self.draws, self.blocks, strict=True):
-                    view.mul_(scales[block.layer] / block.beta)
+            self._draw(sensitivities, streams, step)
             released = self.flat + self.noise
         else:
             released = self.flat.clone()
-        released.div_(self.batch)
+        released.div_(self.batch * self.views)
+        if self.grid is not None:
+            round_release_(released, self.grid)
         for view, block in zip(self._views(released), self.blocks, strict=True):
             gradient = view if block.pull_back is None else block.pull_back(view)
             block.parameter.grad = gradient.to(block.parameter.dtype)
         self.clear()
 
-
-TAIL = 1e-20  # chance, per step, that a draw exceeds b_max; charged to delta
+    def _draw(self, sensitivities: Tensor, streams: Streams, step: int) -> None:
+        """Fill the noise of the sum over records and views; that on a bias is divided by its beta."""
+        if self.knorm is None:
+            scales = self.scales(sensitivities) * (_UP * self.views)
+            streams.normal_(self.noise, NOISE, step)
+        else:
+            scales = torch.full_like(sensitivities, _UP * self.views)
+            fill_(self.noise, self.dims, self.knorm, 1 / self.sigma, sensitivities, streams, step)
+        if self.flat.device.type == "cpu":
+            values = scales.tolist()
+            factors = [values[b.layer] / b.beta for b in self.blocks]
+            torch._foreach_mul_(self.draws, factors)  # pyright: ignore[reportPrivateImportUsage]
+        else:  # the scales stay on the device: nothing waits
+            for view, block in zip(self.draws, self.blocks, strict=True):
+                view.mul_(scales[block.layer] / block.beta)
 
 
 def largest_batch(batch: float, q: float, n: int) -> int:
-    """b_max: exceeded by a Poisson draw with probability below ``TAIL`` (Bernstein), a public constant.
+    """b_max: exceeded by a Poisson draw with probability below 1e-25 (Bernstein), a public constant.
 
-    The mean of the draw is q n; b is its declared value. A declaration more than a third too small is not believed: q n
-    is then taken, rounded up to a power of two, and thereby declared public.
+    The mean of the draw is q n; b is its declared value, and for any b at least 1024 is allowed for. Where q n is
+    larger than both, it is taken, rounded up to a power of four, and thereby declared public.
     """
-    steps = (1.02, 1.5)
-    mean = next((c * batch for c in steps if q * n <= c * batch), 2.0 ** math.ceil(math.log2(max(1.0, q * n)) + 1))
-    nats = -math.log(TAIL)
-    return math.ceil(mean + math.sqrt(2 * mean * nats) + 2 * nats / 3)
+    mean = max(1024.0, 1.5 * batch)
+    if q * n > mean:
+        mean = 4.0 ** math.ceil(math.log(q * n, 4) - 1e-12)
+    return math.ceil(mean + 12 * math.sqrt(mean) + 80)
 
 
-def sum_slack(plan: Plan, products: Mapping[str, Product], b_max: int, physical: int | None) -> list[float]:
+def sum_slack(
+    plan: Plan, products: Mapping[str, Product], b_max: int, physical: int | None, views: int = 1
+) -> list[float]:
     """Per layer, the factor by which rounding of products and sums over records can enlarge Delta (SOUNDNESS 6).
 
     A float32 rounding of the sum over records counts 2 2^-24 b_max. With float64 products these are one for each use of
     the layer (the product is stored in the parameter's type) and the addition of uses; pieces of a draw are added in
     float64, and two stand for the float64 sums. Float32 products of several records add every addend inside a chunk.
     Products of one record each round that record alone, whoever else is in the batch: (summands + 8) 2^-24 of its own.
+    Views of a record are summed like records, and M Delta_k bounds them together.
     """
     slack = []
     for path, uses in plan.layers.items():
@@ -187,7 +204,7 @@ def sum_slack(plan: Plan, products: Mapping[str, Product], b_max: int, physical:
             if product.chunk == 1:
                 own = 1 + (summands + 8) * _U
             else:
-                n += summands * (product.chunk or physical or b_max) + 1
+                n += summands * (product.chunk or (physical or b_max) * views) + 1
         slack.append(own * (1 + 2 * n * _U * b_max))
     return slack
 

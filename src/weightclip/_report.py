@@ -11,6 +11,7 @@ import torch
 
 from weightclip._release import Release
 from weightclip.certificate import Certificate
+from weightclip.mechanisms import combine
 
 if TYPE_CHECKING:
     from weightclip.engine import PrivacyEngine
@@ -51,9 +52,10 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
             "largest_batch_for_rounding": engine.b_max, "norm_exponent": _number(float(engine.bounds.p)),
             "allocation": repr(engine._release.allocation), "bounds": repr(engine.bounds),
             "loss": repr(engine.criterion.loss), "loss_bound": engine.plan.loss_bound,
+            "augmentation_multiplicity": engine.views, "release_grid": engine._release.grid,
         },
         "mechanisms": [
-            {"kind": m.kind, "sigma": m.sigma, "q": m.q, "steps": m.steps, "label": m.label,
+            {"kind": m.kind, "sigma": m.sigma, "epsilon0": m.epsilon0, "q": m.q, "steps": m.steps, "label": m.label,
              "epsilon": None if epsilon is None else _number(epsilon)}
             for m in engine.mechanisms()
         ],
@@ -65,11 +67,24 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
              "cotangent_bound": _number(row.cotangent_bound)}
             for row, s in zip(certificate.rows, scales, strict=True)
         ],
-        "joint_multiplier": engine._release.multiplier(values) if engine.noise_multiplier > 0 else 0.0,
+        "joint_multiplier": _joint_multiplier(engine, values),
+        "adaptive": None if engine._quantiles is None else engine._quantiles.report(),
         "joint_cap": any(t is not None for t in engine._release.joint),
         "secure_noise": engine.streams.is_secure,
         "not_covered": [*NOT_COVERED, *([] if engine.bounds.product.covered else [ROUNDING])],
     }  # fmt: skip
+
+
+def _joint_multiplier(engine: PrivacyEngine, values: torch.Tensor) -> float | None:
+    """Of everything a step releases: gradients of all layers, and quantiles. None for a mechanism that has none."""
+    if engine._release.knorm is not None:
+        return None
+    if engine.noise_multiplier == 0:
+        return 0.0
+    parts = [engine._release.multiplier(values)]
+    if engine._quantiles is not None:
+        parts += [2 * engine._quantiles.sigma_b] * len(engine._quantiles.queries)
+    return combine(parts)
 
 
 def _number(value: float) -> float | str:

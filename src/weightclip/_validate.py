@@ -86,6 +86,20 @@ def check_accounting(accountant: str, adjacency: Any, q: float) -> Adjacency:
     return relation
 
 
+def check_views(views: int) -> int:
+    """M >= 1, a whole number."""
+    if isinstance(views, bool) or not isinstance(views, int) or views < 1:
+        raise WeightclipError(f"augmentation_multiplicity must be a whole number >= 1, got {views!r}.")
+    return views
+
+
+def check_grid(grid: float | None) -> float | None:
+    """None, or a positive number."""
+    if grid is not None and not 0 < grid < float("inf"):
+        raise WeightclipError(f"release_grid must be a positive number or None, got {grid!r}.")
+    return grid
+
+
 def check_labels(dataset: Any, output_shape: tuple[int, ...], loss: Any) -> None:
     """Class indices within the model's outputs, where the data set is a table of tensors (a check on private data)."""
     if not isinstance(dataset, TensorDataset) or len(dataset.tensors) != 2 or not hasattr(loss, "smoothing"):

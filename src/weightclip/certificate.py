@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weightclip._adaptive import Quantiles
 from weightclip._graph import Graph, Node, trace
 from weightclip.bounds import Numerics, Scalar, least, plus, times
 from weightclip.config import Bounds
@@ -107,6 +108,8 @@ class Plan:
                 )
         if not self.layers:
             raise CertificationError("the model has no trainable parameters: nothing to make private.")
+        self.quantiles: Quantiles | None = None  # where limits follow private quantiles
+        self.loss_shape = graph.nodes[graph.output].op.out_shape  # of the loss's argument, one record
         self._checked = False
         self._static = {}
         for i, node in enumerate(graph.nodes):
@@ -114,13 +117,22 @@ class Plan:
                 forward = node.rule(node.op, 2.0)
                 self._static[i] = (node.rule(node.op, bounds.p) if bounds.p != 2 else forward, forward)
 
+    def limit(self, name: str, path: str) -> Scalar | None:
+        """The limit ``name`` of a layer as it stands: the public constant, or what quantiles have made of it."""
+        adapted = None if self.quantiles is None else self.quantiles.limit(name, path)
+        return self.bounds.of(name, path) if adapted is None else adapted
+
     @property
     def needs_gains(self) -> bool:
-        """Whether weight norms matter: not when weights are free and every layer's factors are bounded by themselves."""
+        """Whether weight norms matter: not when weights are free and all factors are bounded by themselves."""
         b = self.bounds
-        capped = [b.of("layer_cap", k) is not None or b.of("joint_cap", k) is not None for k in self.layers]
-        both = [b.of("layer_radius", k) is not None and b.of("cotangent_radius", k) is not None for k in self.layers]
-        return b.weight_norm is not None or not all(c or f for c, f in zip(capped, both, strict=True))
+        if b.weight_norm is not None or b.p != 2:
+            return True
+        for k in self.layers:
+            capped = b.of("layer_cap", k) is not None or b.of("joint_cap", k) is not None
+            if not capped and (b.of("layer_radius", k) is None or b.of("cotangent_radius", k) is None):
+                return True
+        return False
 
     def evaluate(self, numerics: Numerics, known: Mapping[str, Scalar] | None = None) -> dict[str, Evaluation]:
         """Bounds of every trainable layer at the present weights.
@@ -225,8 +237,8 @@ class Plan:
 
     def _layer(self, path: str, uses: list[int], gains, outputs, cotangents) -> Evaluation:
         bounds, p = self.bounds, self.bounds.p
-        radius, cotangent = bounds.of("layer_radius", path), bounds.of("cotangent_radius", path)
-        cap, beta = bounds.of("layer_cap", path), bounds.of("bias_scale", path) or 1.0
+        radius, cotangent = self.limit("layer_radius", path), self.limit("cotangent_radius", path)
+        cap, beta = self.limit("layer_cap", path), bounds.of("bias_scale", path) or 1.0
         joint = bounds.of("joint_cap", path)
         total: Scalar = 0.0
         x_bound: Scalar = 0.0

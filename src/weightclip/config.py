@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from weightclip._adaptive import Adaptive
 from weightclip.clipping import Rescale, Strategy
 from weightclip.errors import WeightclipError
 from weightclip.factors import CapNorm, Product
+
+_PER_LAYER = ("weight_norm", "input_radius", "layer_radius", "cotangent_radius", "bias_scale", "layer_cap", "joint_cap")
 
 PerLayer = float | Mapping[str, float] | None
 
@@ -29,6 +33,7 @@ class Bounds:
         bias_scale: beta. The bias gradient is multiplied by beta before the noise and divided by it after.
         layer_cap: Cap on the norm of each record's gradient of the layer (exact for dense layers).
         joint_cap: t_k of the joint cap over all layers: one scale per record for the whole gradient.
+        adaptive: Let layer_radius, cotangent_radius and layer_cap follow private quantiles from where they start.
         p: Exponent of the backward chain: 1, 2 or inf.
         clip: How weights are brought to norm C.
         refresh: Recompute certified norms every that many steps; in between the Frobenius drift bound is added.
@@ -47,6 +52,7 @@ class Bounds:
     bias_scale: float | Mapping[str, float] = 1.0
     layer_cap: PerLayer = None
     joint_cap: PerLayer = None
+    adaptive: Adaptive | None = None
     p: float = 2
     clip: Strategy = field(default_factory=Rescale)
     refresh: int = 1
@@ -55,14 +61,15 @@ class Bounds:
     product: Product = field(default_factory=Product)
 
     def __post_init__(self) -> None:
-        for name in ("weight_norm", "input_radius", "layer_radius", "cotangent_radius", "bias_scale", "layer_cap",
-                     "joint_cap"):  # fmt: skip
+        for name in _PER_LAYER:
             value = getattr(self, name)
+            if isinstance(value, Mapping):  # a copy: bounds that change during training would not be those enforced
+                object.__setattr__(self, name, dict(value))
             for item in value.values() if isinstance(value, Mapping) else [value]:
                 if item is None:
                     continue
-                if isinstance(item, bool) or not isinstance(item, (int, float)) or not item > 0 or math.isinf(item):
-                    raise WeightclipError(f"Bounds.{name} must be a positive number, got {item!r}.")
+                if isinstance(item, bool) or not isinstance(item, numbers.Real) or not 1e-12 <= float(item) <= 1e12:
+                    raise WeightclipError(f"Bounds.{name} must be a number between 1e-12 and 1e12, got {item!r}.")
         if self.p not in (1, 2, math.inf):
             raise WeightclipError(f"Bounds.p must be 1, 2 or inf, got {self.p!r}.")
         if self.joint_cap is not None and not isinstance(self.joint_cap, Mapping) and self.layer_cap is not None:
@@ -78,14 +85,15 @@ class Bounds:
         return value
 
     def check_names(self, model: nn.Module) -> None:
-        """Refuse names that no module of the model has."""
-        known = {path for path, _ in model.named_modules()}
-        for name in ("weight_norm", "input_radius", "layer_radius", "cotangent_radius", "bias_scale", "layer_cap",
-                     "joint_cap"):  # fmt: skip
+        """Refuse names that no module of the model has, and names of modules where the bound would mean nothing."""
+        known = dict(model.named_modules())
+        for name in _PER_LAYER:
             value = getattr(self, name)
             for path in value if isinstance(value, Mapping) else ():
                 if path not in known:
                     raise WeightclipError(f"Bounds.{name} names '{path}', which is no module of the model.")
+                if name != "input_radius" and next(known[path].parameters(recurse=False), None) is None:
+                    raise WeightclipError(f"Bounds.{name} names '{path}', which has no parameters of its own.")
 
     def projections(self) -> dict[str, float]:
         """Module path -> radius of the projections in the forward."""

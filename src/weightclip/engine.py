@@ -12,19 +12,23 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.data import DataLoader
 
 from weightclip import _checkpoint, _report
+from weightclip._adaptive import Adaptive, Quantiles
 from weightclip._criterion import PrivateCriterion
 from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import InputProjection, OutputGate
+from weightclip._knorm import Entrywise, KNorm, calibrate_epsilon0
 from weightclip._loop import TrainingLoop
-from weightclip._release import TAIL, Release, largest_batch, sum_slack
+from weightclip._release import Release, largest_batch, sum_slack
 from weightclip._streams import Streams
 from weightclip._validate import (
     check_accounting,
+    check_grid,
     check_labels,
     check_model,
     check_numbers,
     check_optimizer,
     check_records,
+    check_views,
 )
 from weightclip._watch import Watch, refuse_early_hooks
 from weightclip.accounting import Adjacency, Mechanism, calibrate_sigma, epsilon
@@ -35,6 +39,8 @@ from weightclip.factors import JointCap, make_layer_plain, make_layer_private
 from weightclip.losses import recognise
 from weightclip.mechanisms import Allocation, Equal
 from weightclip.sampling import PoissonLoader
+
+_TAIL = 1e-25  # chance that one draw exceeds b_max, charged to delta
 
 
 class PrivacyEngine(TrainingLoop):
@@ -76,6 +82,9 @@ class PrivacyEngine(TrainingLoop):
         generator: torch.Generator | None = None,
         allocation: Allocation | None = None,
         adjacency: Adjacency = Adjacency.ADD_OR_REMOVE_ONE,
+        augmentation_multiplicity: int = 1,
+        release_grid: float | None = None,
+        mechanism: KNorm | None = None,
         example: Any = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, PoissonLoader, PrivateCriterion]:
         """Make training private with a given noise multiplier.
@@ -93,6 +102,11 @@ class PrivacyEngine(TrainingLoop):
             generator: Root seed for experiments; by default randomness comes from the operating system.
             allocation: How noise is spread over layers; equal by default.
             adjacency: Which data sets are neighbours.
+            augmentation_multiplicity: M views of each record: the model gets rows*M inputs, views of a record adjacent,
+                and the record's gradient is their average. Labels may be given per record or per view.
+            release_grid: Round released gradients to multiples of this (after the noise, free of charge).
+            mechanism: ``KNorm(p)`` for the K-norm mechanism, epsilon0-DP per step with epsilon0 = 1/noise_multiplier;
+                by default the Gaussian.
             example: A batch of inputs, if the model's input is not the first element of a batch; only shapes are read.
 
         Returns:
@@ -117,6 +131,11 @@ class PrivacyEngine(TrainingLoop):
         batch = data_loader.batch_size if expected_batch_size is None else expected_batch_size
         self.noise_multiplier, self.expected_batch_size = check_numbers(noise_multiplier, batch)
         self.adjacency = check_accounting(self.accountant, adjacency, self.loader.sample_rate)
+        self.views = check_views(augmentation_multiplicity)
+        if self.bounds.adaptive is not None and (mechanism is not None or self.bounds.joint_cap is not None):
+            raise WeightclipError(
+                "Bounds.adaptive follows layer radii and caps under Gaussian noise: drop joint_cap and mechanism."
+            )
         loss = recognise(criterion)
         inputs = example if example is not None else _first_input(data_loader)
         inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
@@ -125,9 +144,6 @@ class PrivacyEngine(TrainingLoop):
         output_shape = self.plan.graph.nodes[self.plan.graph.output].op.out_shape
         check_labels(data_loader.dataset, output_shape, loss)
         check_records(module, self._example)
-        if not self.bounds.spectral:
-            for layer in module.modules():
-                layer.__dict__["_wc_dft"] = False
         self._gains = Gains(self.plan, self.bounds)
         self._clip = WeightClipper(module, self.bounds, list(self.plan.layers), self._gains)
         self.b_max = largest_batch(self.expected_batch_size, self.loader.sample_rate, len(data_loader.dataset))  # type: ignore[arg-type]
@@ -135,11 +151,13 @@ class PrivacyEngine(TrainingLoop):
             path: self.bounds.product.resolve(isinstance(module.get_submodule(path), _ConvNd), self.device)
             for path in self.plan.layers
         }
-        slack = sum_slack(self.plan, self.products, self.b_max, max_physical_batch_size)
+        slack = sum_slack(self.plan, self.products, self.b_max, max_physical_batch_size, self.views)
+        self._entrywise = None if mechanism is None else Entrywise(loss, mechanism.p)
         self._autocast = None
         self._release = Release(
             self.plan, allocation or Equal(), self.noise_multiplier, self.expected_batch_size, slack,
-            in_pieces=max_physical_batch_size is not None,
+            in_pieces=max_physical_batch_size is not None, views=self.views, grid=check_grid(release_grid),
+            knorm=mechanism,
         )  # fmt: skip
         self._release.scales(self._release.sensitivities(self._evaluate()))  # refuses before anything is changed
         self._clip()
@@ -174,10 +192,9 @@ class PrivacyEngine(TrainingLoop):
         n = len(data_loader.dataset)  # type: ignore[arg-type]
         if 0 < target_delta < 1 and target_delta >= 1 / n:
             warnings.warn(f"target_delta = {target_delta:g} is not below 1/{n}: choose it far smaller.", stacklevel=2)
-        sigma = calibrate_sigma(
-            target_epsilon, target_delta - steps * TAIL if 0 < target_delta < 1 else target_delta, q, steps,
-            accountant=self.accountant, adjacency=adjacency,
-        )  # fmt: skip
+        left = target_delta - steps * _TAIL if 0 < target_delta < 1 else target_delta
+        spend = (target_epsilon, left, q, steps, self.accountant, adjacency)
+        sigma = 1 / calibrate_epsilon0(*spend) if settings.get("mechanism") else calibrate_sigma(*spend)
         self.budget = steps
         self.target_epsilon, self.target_delta = target_epsilon, target_delta
         return self.make_private(data_loader=data_loader, noise_multiplier=sigma, **settings)
@@ -196,6 +213,8 @@ class PrivacyEngine(TrainingLoop):
                 cap=of("layer_cap", path), beta=of("bias_scale", path) or 1.0, product=self.products[path],
                 caps=self.bounds.caps, joint=None if of("joint_cap", path) is None else self._joint,
             )  # fmt: skip
+        if self.bounds.adaptive is not None:
+            self._adapt(self.bounds.adaptive)
         self._gate = OutputGate(self, self.device)
         projections = {"": math.inf, **self.bounds.projections()}
         detach = self.bounds.p != 2  # an l2 projection expands other norms unless its scale is a constant
@@ -212,6 +231,15 @@ class PrivacyEngine(TrainingLoop):
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
         self._amp_before = self.optimizer.__dict__.get("_step_supports_amp_scaling")
         self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a GradScaler reaches us
+
+    def _adapt(self, settings: Adaptive) -> None:
+        """Limits follow private quantiles; their queries take a part of the step's noise budget."""
+        assert self.model is not None
+        layers = {path: (self.model.get_submodule(path), len(uses)) for path, uses in self.plan.layers.items()}
+        self._quantiles = self.plan.quantiles = Quantiles(
+            settings, layers, self.views, self.expected_batch_size, self.noise_multiplier, lambda: self._collecting
+        )
+        self._release.sigma = self._quantiles.gradient_sigma
 
     def detach(self) -> nn.Module:
         """Take the engine off: hooks removed, layers back to their native classes, weights as they are."""
@@ -237,14 +265,18 @@ class PrivacyEngine(TrainingLoop):
         """What was released so far, as the accountant sees it."""
         if self.steps == 0:
             return []
-        return [Mechanism("gaussian", sigma=self.noise_multiplier, q=self.loader.sample_rate, steps=self.steps,
-                          label="noisy gradients")]  # fmt: skip
+        q, sigma = self.loader.sample_rate, self.noise_multiplier
+        if self._release.knorm is not None and sigma > 0:
+            label = f"noisy gradients ({self._release.knorm})"
+            return [Mechanism("pure", None, q, self.steps, 1 / sigma, label=label)]
+        label = "noisy gradients" if self._quantiles is None else "noisy gradients and quantiles"
+        return [Mechanism("gaussian", sigma=sigma, q=q, steps=self.steps, label=label)]
 
     def get_epsilon(self, delta: float) -> float:
         """epsilon of everything released so far, at ``delta``."""
         if self.model is None:
             raise ContractError("this engine has no model yet: call make_private first.")
-        charged = delta - self.steps * TAIL  # the chance that a draw exceeded b_max (rounding slack)
+        charged = delta - self.steps * _TAIL  # the chance that a draw exceeded b_max (rounding slack)
         return epsilon(self.mechanisms(), charged, accountant=self.accountant, adjacency=self.adjacency)
 
     def certificate(self) -> Certificate:

@@ -62,7 +62,8 @@ def bench(
     table = Table("model", "batch", "mode", "ms", "ratio", "GiB", "spread")
     for row in rows:
         memory = "" if row.peak_gib is None else f"{row.peak_gib:.2f}"
-        table.add_row(row.model, str(row.batch), row.mode, f"{row.ms:.3f}", f"{row.ratio:.2f}", memory, f"{row.spread:.0%}")
+        numbers = (f"{row.ms:.3f}", f"{row.ratio:.2f}", memory, f"{row.spread:.0%}")
+        table.add_row(row.model, str(row.batch), row.mode, *numbers)
     Console().print(table)
     Console().print(f"written: {out}, {out.with_suffix('.png')}")
 

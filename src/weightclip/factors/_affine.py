@@ -41,7 +41,7 @@ class AffineFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, weight, bias, limits, flags, beta, first):
+    def forward(x, weight, bias, limits, flags, beta, first, counter=None):
         """gamma * x + b."""
         y = x * shaped(weight, x, first).to(x.dtype)
         return y if bias is None else y + shaped(bias, x, first).to(x.dtype)
@@ -49,7 +49,8 @@ class AffineFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Keep what the backward needs."""
-        x, weight, bias, limits, flags, beta, first = inputs
+        x, weight, bias, limits, flags, beta, first, *counter = inputs
+        ctx.counter = counter
         ctx.save_for_backward(x, weight, limits)
         ctx.settings = (flags, beta, first)
 
@@ -73,12 +74,13 @@ class AffineFunction(torch.autograd.Function):
                 # columns of different channels are disjoint: the parameter factor is the largest channel's norm
                 x_norm = (energy.flatten(1).amax(1) + bias_part**2 * shared).sqrt()
                 d_norm = squared_norm(d).sqrt()
-                scale = record_scale(x_norm, d_norm, limits, flags & ~CAP)
+                scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, *ctx.counter)
                 if flags & CAP:
-                    scale = cap_scale(scale, affine_record_norm(x, d, dims, bias_part), x_norm, d_norm, limits)
+                    norm = affine_record_norm(x, d, dims, bias_part)
+                    scale = cap_scale(scale, norm, x_norm, d_norm, limits, *ctx.counter)
             ds, xs = masked(d, scale, True), masked(x, scale, False)
             if ctx.needs_input_grad[1]:
                 gw = summed(ds * xs, weight.shape, first).to(weight.dtype)
             if ctx.needs_input_grad[2]:
                 gb = summed(ds, weight.shape, first).to(weight.dtype)
-        return gx, gw, gb, None, None, None, None
+        return gx, gw, gb, *([None] * (4 + len(ctx.counter)))

@@ -45,10 +45,8 @@ def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_pad
             d[start : start + rows].to(dtype), x[start : start + rows].to(dtype), kernel, None,
             stride, padding, dilation, transposed, output_padding, groups, (False, True, False),
         )[1]  # fmt: skip
-        if chunk > 0:
-            total = part.double() if total is None else total.add_(part)
-        else:
-            total = part
+        first = part.double() if chunk > 0 else part
+        total = first if total is None else total.add_(part)
     assert total is not None
     return total
 
@@ -77,8 +75,9 @@ class ConvFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x, weight, bias, limits, flags, beta, dtype, chunk, stride, padding, dilation, groups, transposed, extra
-    ):
+        x, weight, bias, limits, flags, beta, dtype, chunk, stride, padding, dilation, groups, transposed, extra,
+        counter=None,
+    ):  # fmt: skip
         """Native forward."""
         return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, extra, groups)
 
@@ -86,6 +85,7 @@ class ConvFunction(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         """Keep what the backward needs."""
         x, weight, bias, limits, flags, beta, dtype, chunk, *conf = inputs
+        conf, ctx.counter = conf[:6], conf[6:]
         ctx.save_for_backward(x, weight, limits)
         ctx.settings, ctx.conf = (flags, beta, dtype, chunk), conf
 
@@ -118,16 +118,16 @@ class ConvFunction(torch.autograd.Function):
                     d_norm = squared_norm(d).sqrt()
                     caps = flags >> KIND_SHIFT
                     if flags & CAP and caps != FREE and not transposed:
-                        scale = record_scale(x_norm, d_norm, limits, flags & ~CAP)
+                        scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, *ctx.counter)
                         geometry = Geometry(tuple(kernel), stride, padding, dilation, groups)
                         norm = conv_record_norm(x, d, geometry, bias_part, caps, dtype)
-                        scale = cap_scale(scale, norm, x_norm, d_norm, limits)
+                        scale = cap_scale(scale, norm, x_norm, d_norm, limits, *ctx.counter)
                     else:
-                        scale = record_scale(x_norm, d_norm, limits, flags)
+                        scale = record_scale(x_norm, d_norm, limits, flags, *ctx.counter)
                 if ctx.needs_input_grad[1]:
                     conf = (stride, padding, dilation, groups)
                     gw = conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, extra).to(weight.dtype)
                 if ctx.needs_input_grad[2]:
                     channels_last = masked(d, scale, True).flatten(2).sum(2, dtype=torch.float64)
                     gb = channels_last.sum(0).to(weight.dtype)
-        return gx, gw, gb, *([None] * 11)
+        return gx, gw, gb, *([None] * (11 + len(ctx.counter)))

@@ -8,21 +8,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._limits import CAP, cap_scale, masked, product_rounding, record_scale, squared_norm
+from weightclip.factors._limits import CAP, Counts, cap_scale, masked, product_rounding, record_scale, squared_norm
 
 
 def dense_scale(
-    x: Tensor, d: Tensor, limits: Tensor, flags: int, beta: float, product: torch.dtype = torch.float64
-) -> Tensor | None:
+    x: Tensor, d: Tensor, limits: Tensor, flags: int, beta: float, product: torch.dtype = torch.float64,
+    counter: Counts | None = None,
+) -> Tensor | None:  # fmt: skip
     """Scale of each record: exact product norm for one position, position Grams where a cap meets several."""
     if flags == 0:
         return None
     places = math.prod(x.shape[1:-1])
     x_norm, d_norm = (squared_norm(x) + beta**2 * places).sqrt(), squared_norm(d).sqrt()
     if flags & CAP and places > 1:
-        scale = record_scale(x_norm, d_norm, limits, flags & ~CAP)
-        return cap_scale(scale, position_gram(x, d, beta, product), x_norm, d_norm, limits)
-    return record_scale(x_norm, d_norm, limits, flags)
+        scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, counter)
+        return cap_scale(scale, position_gram(x, d, beta, product), x_norm, d_norm, limits, counter)
+    return record_scale(x_norm, d_norm, limits, flags, counter)
 
 
 def position_gram(x: Tensor, d: Tensor, beta: float, product: torch.dtype = torch.float64) -> Tensor:
@@ -66,14 +67,15 @@ class DenseFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, weight, bias, limits, flags, beta, dtype, chunk):
+    def forward(x, weight, bias, limits, flags, beta, dtype, chunk, counter=None):
         """Native forward."""
         return F.linear(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Keep what the backward needs."""
-        x, weight, bias, limits, flags, beta, dtype, chunk = inputs
+        x, weight, bias, limits, flags, beta, dtype, chunk, *counter = inputs
+        ctx.counter = counter
         ctx.save_for_backward(x, weight, limits)
         ctx.has_bias, ctx.settings = bias is not None, (flags, beta, dtype, chunk)
 
@@ -87,9 +89,9 @@ class DenseFunction(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 gx = (d @ weight.to(d.dtype)).to(x.dtype)
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-                scale = dense_scale(x, d, limits, flags, beta if ctx.needs_input_grad[2] else 0.0, dtype)
+                scale = dense_scale(x, d, limits, flags, beta if ctx.needs_input_grad[2] else 0.0, dtype, *ctx.counter)
                 if ctx.needs_input_grad[1]:
                     gw = dense_product(x, d, scale, dtype, chunk).to(weight.dtype)
                 if ctx.needs_input_grad[2]:
                     gb = bias_product(d, scale, dtype).to(weight.dtype)
-        return gx, gw, gb, None, None, None, None, None
+        return gx, gw, gb, *([None] * (5 + len(ctx.counter)))

@@ -16,14 +16,15 @@ class EmbeddingFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(indices, weight, limits, flags, padding_idx, dtype):
+    def forward(indices, weight, limits, flags, padding_idx, dtype, counter=None):
         """Native forward."""
         return F.embedding(indices, weight, padding_idx)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Keep what the backward needs."""
-        indices, weight, limits, flags, padding_idx, dtype = inputs
+        indices, weight, limits, flags, padding_idx, dtype, *counter = inputs
+        ctx.counter = counter
         ctx.save_for_backward(indices, limits)
         ctx.settings = (flags, -1 if padding_idx is None else padding_idx, dtype, weight.shape[0], weight.dtype)
 
@@ -36,7 +37,7 @@ class EmbeddingFunction(torch.autograd.Function):
         if flags:
             d_norm = squared_norm(d).sqrt()
             x_norm = torch.full_like(d_norm, math.sqrt(max(1, math.prod(indices.shape[1:]))))
-            scale = record_scale(x_norm, d_norm, limits, flags)
+            scale = record_scale(x_norm, d_norm, limits, flags, *ctx.counter)
         values = masked(d, scale, True).to(dtype)
         grad = torch.ops.aten.embedding_dense_backward(values, indices, rows, padding_idx, False)
-        return None, grad.to(native), None, None, None, None
+        return None, grad.to(native), *([None] * (4 + len(ctx.counter)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,16 @@ class Product:
         return Product(torch.float64, 0)
 
 
-def record_scale(x_norm: Tensor | None, d_norm: Tensor | None, limits: Tensor, flags: int) -> Tensor | None:
+class Counts(Protocol):
+    """Where records within a limit are counted (private quantiles)."""
+
+    def add(self, index: int, inside: Tensor, d_norm: Tensor) -> None:
+        """``inside`` of each record for limit number ``index``; ``d_norm`` tells padding apart."""
+
+
+def record_scale(
+    x_norm: Tensor | None, d_norm: Tensor | None, limits: Tensor, flags: int, counter: Counts | None = None
+) -> Tensor | None:
     """min(1, X/||x||) min(1, R/||delta||) min(1, cap/product), zero for non-finite records; (records,) or None.
 
     Args:
@@ -58,6 +68,7 @@ def record_scale(x_norm: Tensor | None, d_norm: Tensor | None, limits: Tensor, f
         d_norm: Norm of each record's cotangent.
         limits: (3,) X_k, R_k, cap_k.
         flags: Which limits are enforced.
+        counter: Told which records lie within each limit, if quantiles are followed.
 
     Formal guarantees:
         For every record, scale * x_norm * d_norm <= min(X, ...) * min(R, ...) and <= cap wherever those are enforced,
@@ -68,19 +79,30 @@ def record_scale(x_norm: Tensor | None, d_norm: Tensor | None, limits: Tensor, f
     scale = torch.ones_like(d_norm)
     if flags & RADIUS:
         scale = scale * (limits[0] / x_norm.clamp(min=_TINY)).clamp(max=1)
+        if counter is not None:
+            counter.add(0, x_norm <= limits[0], d_norm)
     if flags & COTANGENT:
         scale = scale * (limits[1] / d_norm.clamp(min=_TINY)).clamp(max=1)
+        if counter is not None:
+            counter.add(1, d_norm <= limits[1], d_norm)
     if flags & CAP:
-        scale = scale * (limits[2] / (scale * x_norm * d_norm).clamp(min=_TINY)).clamp(max=1)
+        product = scale * x_norm * d_norm
+        scale = scale * (limits[2] / product.clamp(min=_TINY)).clamp(max=1)
+        if counter is not None:
+            counter.add(2, product <= limits[2], d_norm)
     # a product that underflows or overflows float32 is not finite here either and counts as zero
     good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(scale)
     return torch.where(good, scale, torch.zeros_like(scale))
 
 
-def cap_scale(scale: Tensor | None, norm: Tensor, x_norm: Tensor, d_norm: Tensor, limits: Tensor) -> Tensor:
+def cap_scale(
+    scale: Tensor | None, norm: Tensor, x_norm: Tensor, d_norm: Tensor, limits: Tensor, counter: Counts | None = None
+) -> Tensor:
     """``scale`` lowered so that scale * norm <= cap, with ``norm`` a bound of each record's gradient norm."""
     before = torch.ones_like(norm) if scale is None else scale
     capped = before * (limits[2] / (before * norm).clamp(min=_TINY)).clamp(max=1)
+    if counter is not None:
+        counter.add(2, before * norm <= limits[2], d_norm)
     good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(capped) & torch.isfinite(norm)
     return torch.where(good, capped, torch.zeros_like(capped))
 
@@ -116,7 +138,7 @@ def product_rounding(terms: int, product: torch.dtype) -> float:
 
 
 def eager_twin(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """The same Function with forward and setup_context in one: torch binds its arguments far faster, outside transforms.
+    """The same Function with forward and setup_context in one: outside transforms torch calls it far faster.
 
     ``torch.func`` and ``torch.compile`` need the original.
     """

@@ -24,8 +24,17 @@ _EAGER = {f: eager_twin(f) for f in (AffineFunction, ConvFunction, DenseFunction
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    if args[-1] is not None:
+        return _apply_counting(function, *args)
+    args = args[:-1]
     chosen = function if transforming() else _EAGER[function]
     return chosen.apply(*args)  # type: ignore[return-value]
+
+
+@torch.compiler.disable
+def _apply_counting(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """With a counter, which the backward changes: breaks compiled graphs, results are the same."""
+    return _EAGER[function].apply(*args)  # type: ignore[return-value]
 
 
 class _Private:
@@ -37,6 +46,7 @@ class _Private:
     _wc_beta: float
     _wc_product: Product
     _wc_joint: JointCap | None = None
+    _wc_counter: Any = None
 
     def _get_name(self) -> str:
         return self._wc_native.__name__
@@ -56,7 +66,7 @@ class PrivateLinear(_Private, nn.Linear):
             return nn.Linear.forward(self, input)
         if self._wc_joint is not None:
             return joint_forward(self, input)
-        return _apply(DenseFunction, input, self.weight, self.bias, *self._conf())
+        return _apply(DenseFunction, input, self.weight, self.bias, *self._conf(), self._wc_counter)
 
 
 class _PrivateConv(_Private):
@@ -85,7 +95,7 @@ class _PrivateConv(_Private):
         return _apply(
             ConvFunction,
             input, self._kernel(), conv.bias, *self._conf(), conv.stride, padding, conv.dilation, conv.groups, False,
-            zeros,
+            zeros, self._wc_counter,
         )  # fmt: skip
 
 
@@ -154,7 +164,7 @@ class _PrivateConvTranspose(_Private):
         return _apply(
             ConvFunction,
             input, conv.weight, conv.bias, *self._conf(), conv.stride, conv.padding, conv.dilation, conv.groups, True,
-            tuple(extra),
+            tuple(extra), self._wc_counter,
         )  # fmt: skip
 
 
@@ -195,6 +205,7 @@ class PrivateEmbedding(_Private, nn.Embedding):
             self._wc_flags,
             self.padding_idx,
             self._wc_product.dtype,
+            self._wc_counter,
         )
 
 
@@ -215,7 +226,7 @@ class _PrivateNorm(_Private):
         x = self._normalised(input)
         if self._wc_joint is not None:
             return joint_forward(layer, x, (first,))
-        return _apply(AffineFunction, x, layer.weight, layer.bias, limits, flags, beta, first)
+        return _apply(AffineFunction, x, layer.weight, layer.bias, limits, flags, beta, first, self._wc_counter)
 
 
 class PrivateSafeGroupNorm(_PrivateNorm, wnn.SafeGroupNorm):
@@ -299,13 +310,14 @@ def make_layer_private(
         layer._wc_flags |= int(caps) << KIND_SHIFT
     chosen = (product or Product()).resolve(isinstance(module, _ConvNd), device)
     layer._wc_beta, layer._wc_product, layer._wc_joint = float(beta), chosen, joint
+    layer._wc_counter = None
 
 
 def make_layer_plain(module: nn.Module) -> None:
     """Undo :func:`make_layer_private`."""
     if isinstance(module, _Private):
         native = module._wc_native
-        for name in ("_wc_flags", "_wc_beta", "_wc_product", "_wc_joint"):
+        for name in ("_wc_flags", "_wc_beta", "_wc_product", "_wc_joint", "_wc_counter"):
             module.__dict__.pop(name, None)
         del module._wc_limits
         module.__class__ = native  # type: ignore[assignment]

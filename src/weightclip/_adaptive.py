@@ -1,0 +1,162 @@
+"""Limits that follow private quantiles (Andrew et al. 2021), paid inside the joint noise of the step.
+
+Every enforced limit (layer radius, cotangent radius, layer cap) is one query a step: how many of the records' norms lie
+within it, as a sum of indicators centred at one half. The noisy answer moves the limit geometrically.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightclip._streams import Streams
+from weightclip.errors import WeightclipError
+from weightclip.mechanisms import quantile_adjusted_sigma
+
+QUANTILES = "weightclip/quantiles"
+_SILENT = 1e-15  # a record whose cotangent is (as good as) zero, padding above all, has no say
+_LOWEST, _HIGHEST = 1e-9, 1e9
+FIELDS = ("layer_radius", "cotangent_radius", "layer_cap")  # in the order of a private layer's limits
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Let the enforced limits follow a quantile of the records' norms; the values in Bounds are where they start.
+
+    Attributes:
+        quantile: Share of the records that should lie within each limit.
+        rate: Step of the geometric update, eta in limit * exp(-eta (share - quantile)).
+        noise: sigma_b, standard deviation of the noise on each sum of centred indicators; None: expected batch / 20.
+    """
+
+    quantile: float = 0.5
+    rate: float = 0.2
+    noise: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.quantile < 1:
+            raise WeightclipError(f"Adaptive.quantile must lie in (0, 1), got {self.quantile!r}.")
+        if not self.rate > 0 or math.isinf(self.rate):
+            raise WeightclipError(f"Adaptive.rate must be a positive number, got {self.rate!r}.")
+        if self.noise is not None and not (self.noise > 0 and math.isfinite(self.noise)):
+            raise WeightclipError(f"Adaptive.noise must be a positive number or None, got {self.noise!r}.")
+
+
+class Counter:
+    """Sums of centred indicators of one layer, filled inside its backward; nothing waits for the device.
+
+    Formal guarantees:
+        One record moves each of the three sums by at most 1/2, for a layer used ``uses`` times on each of ``views``
+        views of the record. Records with a zero or non-finite cotangent (padding) move none.
+    """
+
+    def __init__(self, uses: int, views: int, device: torch.device, active: Callable[[], bool]) -> None:
+        self.share, self.active = 1.0 / (uses * views), active
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def add(self, index: int, inside: Tensor, d_norm: Tensor) -> None:
+        """Count records for which ``inside`` holds; a backward pass that is not collected counts nothing."""
+        if not self.active():
+            return
+        speaks = (d_norm > _SILENT) & torch.isfinite(d_norm)
+        centred = torch.where(speaks, inside.to(torch.float64) - 0.5, 0.0)
+        self.sums[index] += self.share * centred.sum()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copied model trains on its own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+class Quantiles:
+    """The queries of a run: counters on the layers, one noisy answer each per step, and the limits that follow.
+
+    Args:
+        settings: The user's wishes.
+        layers: Private layers with their number of uses in the graph.
+        views: Augmentation multiplicity.
+        batch: Public expected batch size.
+        sigma: Multiplier of the whole step, the one that is accounted.
+        active: Whether the engine is collecting right now.
+
+    Formal guarantees:
+        Gradients released with multiplier ``gradient_sigma`` together with these answers are one Gaussian mechanism
+        with multiplier ``sigma`` (adding or removing one record): sigma^-2 = gradient_sigma^-2 + Q (2 sigma_b)^-2. The
+        limits are functions of released answers.
+    """
+
+    def __init__(
+        self, settings: Adaptive, layers: Mapping[str, tuple[nn.Module, int]], views: int, batch: float, sigma: float,
+        active: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self.settings, self.batch = settings, batch
+        self.sigma_b = settings.noise if settings.noise is not None else batch / 20
+        self.queries: list[tuple[str, int]] = []
+        self.modules: dict[str, Any] = {}
+        for path, (module, uses) in layers.items():
+            layer: Any = module
+            enforced = [i for i in range(3) if layer._wc_flags & (1 << i)]
+            if enforced:
+                layer._wc_counter = Counter(uses, views, layer._wc_limits.device, active)
+                self.modules[path] = layer
+                self.queries += [(path, i) for i in enforced]
+        if not self.queries:
+            raise WeightclipError(
+                "Bounds.adaptive has nothing to adapt: set layer_radius, cotangent_radius or layer_cap to start from."
+            )
+        self.gradient_sigma = quantile_adjusted_sigma(sigma, len(self.queries), self.sigma_b * (1 - 1e-9))
+        self.noisy = sigma > 0
+
+    def clear(self) -> None:
+        """Forget the counts of an abandoned draw."""
+        for module in self.modules.values():
+            module._wc_counter.sums.zero_()
+
+    @torch.no_grad()
+    def release(self, streams: Streams, step: int) -> None:
+        """Answer every query with noise and move the limits."""
+        sums = torch.stack([self.modules[path]._wc_counter.sums[i] for path, i in self.queries])
+        if self.noisy:
+            sums = sums + self.sigma_b * streams.normal_(torch.empty_like(sums), QUANTILES, step)
+        share = sums / self.batch + 0.5
+        moves = torch.exp(-self.settings.rate * (share - self.settings.quantile))
+        for (path, i), move in zip(self.queries, moves.unbind(), strict=True):
+            limit = self.modules[path]._wc_limits[i]
+            limit.copy_((limit * move).clamp(_LOWEST, _HIGHEST))
+        self.clear()
+
+    def limit(self, field: str, path: str) -> float | Tensor | None:
+        """The limit in force, as a number on the CPU and as a tensor elsewhere (nothing waits); None: not adapted."""
+        index = FIELDS.index(field)
+        if (path, index) not in self.queries:
+            return None
+        value = self.modules[path]._wc_limits[index].double()
+        return float(value) if value.device.type == "cpu" else value
+
+    def state(self) -> dict[str, list[float]]:
+        """The limits, JSON-ready: released values."""
+        return {path: module._wc_limits.tolist() for path, module in self.modules.items()}
+
+    def load_state(self, state: Mapping[str, list[float]]) -> None:
+        """Limits of a saved run."""
+        for path, values in state.items():
+            if path in self.modules:
+                limits = self.modules[path]._wc_limits
+                limits.copy_(torch.tensor(values, dtype=limits.dtype))
+
+    def report(self) -> dict[str, Any]:
+        """What :meth:`weightclip.PrivacyEngine.report` says about it."""
+        limits = {f"{path}.{FIELDS[i]}": float(self.modules[path]._wc_limits[i]) for path, i in self.queries}
+        return {"quantile": self.settings.quantile, "rate": self.settings.rate, "noise": self.sigma_b,
+                "queries_per_step": len(self.queries), "gradient_multiplier": self.gradient_sigma,
+                "limits": limits}  # fmt: skip

@@ -1,0 +1,56 @@
+"""What a classifier is judged by: accuracy, area under the curve, log-loss, calibration; and the signed-rank test."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+def metrics(probabilities: Array, y: NDArray[np.int64]) -> dict[str, float]:
+    """Accuracy, AUC (one against the rest, macro average, for several classes), log-loss and ECE.
+
+    Args:
+        probabilities: records x classes.
+        y: Class codes.
+    """
+    from sklearn.metrics import roc_auc_score
+
+    p = np.clip(np.nan_to_num(np.asarray(probabilities, dtype=np.float64), nan=0.0), 1e-12, 1.0)
+    p = p / p.sum(axis=1, keepdims=True)
+    classes = p.shape[1]
+    if classes == 2:
+        auc = roc_auc_score(y, p[:, 1])
+    else:  # a class that the part does not hold has no curve
+        present = [c for c in range(classes) if 0 < (y == c).sum() < len(y)]
+        auc = np.mean([roc_auc_score(y == c, p[:, c]) for c in present])
+    return {
+        "accuracy": float((p.argmax(axis=1) == y).mean()),
+        "auc": float(auc),
+        "log_loss": float(-np.log(p[np.arange(len(y)), y]).mean()),
+        "ece": expected_calibration_error(p, y),
+    }
+
+
+def expected_calibration_error(probabilities: Array, y: NDArray[np.int64], bins: int = 15) -> float:
+    """Mean over records of |confidence - accuracy| within equal-width bins of the confidence."""
+    confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == y
+    place = np.minimum((confidence * bins).astype(int), bins - 1)
+    gap = np.bincount(place, confidence - right, minlength=bins)
+    return float(np.abs(gap).sum() / len(y))
+
+
+def wilcoxon_p(ours: Array, theirs: Array) -> float:
+    """Two-sided p-value of the Wilcoxon signed-rank test on pairs; 1 where all pairs are equal."""
+    from scipy.stats import wilcoxon
+
+    difference = np.asarray(ours, dtype=float) - np.asarray(theirs, dtype=float)
+    difference = np.round(difference, 12)  # equal counts of right answers are ties, whatever the division says
+    if not difference.any():
+        return 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SciPy says when ties make it use the normal approximation
+        return float(wilcoxon(difference, zero_method="wilcox").pvalue)
