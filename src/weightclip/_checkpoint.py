@@ -37,6 +37,7 @@ def save(engine: PrivacyEngine, path: Any) -> None:
     ledger = {
         "steps": engine.steps, "draws": engine.loader.state_dict()["draws"], "settings": _settings(engine),
         "budget": engine.budget, "resumed": engine._resumed, "gains": engine._gains.state(tensors),
+        "quantiles": None if engine._quantiles is None else engine._quantiles.state(),
         "optimizer": _flatten(engine.optimizer.state_dict(), tensors), "streams": None, "data": None,
     }  # fmt: skip
     if not engine.streams.is_secure:
@@ -106,6 +107,8 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
     engine._drop_sum()
     engine._info = None
     engine._gains.reset()
+    if engine._quantiles is not None:
+        engine._quantiles.load_state(ledger["quantiles"] or {})
     if exact:
         engine._gains.restore(ledger["gains"], tensors)
         _restore_random_states({k[len("random.") :]: v for k, v in tensors.items() if k.startswith("random.")})
@@ -127,10 +130,13 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _settings(engine: PrivacyEngine) -> dict[str, Any]:
     """What must be the same for the same noise to meet the same sums."""
-    texts = {"bounds": engine.bounds, "loss": engine.criterion.loss, "allocation": engine._release.allocation}
+    release = engine._release
+    texts = {"bounds": engine.bounds, "loss": engine.criterion.loss, "allocation": release.allocation,
+             "mechanism": release.knorm}  # fmt: skip
     return {
         "noise_multiplier": engine.noise_multiplier, "sample_rate": engine.loader.sample_rate,
         "expected_batch_size": engine.expected_batch_size, "max_physical_batch_size": engine.loader._piece_size,
+        "augmentation_multiplicity": engine.views, "release_grid": release.grid,
         **{name: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for name, value in texts.items()},
     }  # fmt: skip
 

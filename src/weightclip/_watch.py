@@ -17,11 +17,12 @@ class Watch:
         ``check`` reads structure, public constants and flags only, never records.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, limits_move: bool = False) -> None:
         self.modules = [(path, m, _members(m)) for path, m in model.named_modules()]
         self.parameters = list(model.named_parameters())
         self.kinds = [(p.dtype, p.device, p.requires_grad) for _, p in self.parameters]
-        self.buffers = [(name, b, b._version, b.detach().clone()) for name, b in model.named_buffers()]
+        fixed = [(k, b) for k, b in model.named_buffers() if not (limits_move and k.endswith("_wc_limits"))]
+        self.buffers = [(name, b, b._version, b.detach().clone()) for name, b in fixed]
 
     def versions(self) -> list[int]:
         """In-place changes of every parameter so far."""

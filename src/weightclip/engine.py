@@ -164,7 +164,7 @@ class PrivacyEngine(TrainingLoop):
         self._sensitivities = self._release.sensitivities(self._evaluate())
         self.model, self.optimizer, self.criterion = module, optimizer, PrivateCriterion(criterion, loss, self)
         self._install()
-        self._watch = Watch(module)
+        self._watch = Watch(module, limits_move=self._quantiles is not None)
         self._plans = {self._watch.modes(): self.plan}
         self._reset_batch()
         self._info = None

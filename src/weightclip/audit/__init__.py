@@ -1,0 +1,39 @@
+"""Audits: try to refute the claimed epsilon, with the real engine, before somebody else does.
+
+``weightclip audit`` runs all of them on a set of small trainers; each is also a function for trainers of your own:
+
+- :func:`falsify` searches for a record whose gradient exceeds its certified bound;
+- :func:`step_law` measures exactly how far one record moves a step, over hostile neighbouring data sets;
+- :func:`run_law` checks noise, sampling and ledger of a run against what the engine states;
+- :func:`sampled_releases`, :func:`two_worlds` and :func:`one_run` give lower bounds of epsilon from samples.
+"""
+
+from __future__ import annotations
+
+from weightclip.audit._built_in import subjects as subjects
+from weightclip.audit._checks import FULL as FULL
+from weightclip.audit._checks import QUICK as QUICK
+from weightclip.audit._checks import Check as Check
+from weightclip.audit._checks import Effort as Effort
+from weightclip.audit._checks import Examination as Examination
+from weightclip.audit._falsifier import Falsification as Falsification
+from weightclip.audit._falsifier import LayerFinding as LayerFinding
+from weightclip.audit._falsifier import falsify as falsify
+from weightclip.audit._neighbours import Neighbours as Neighbours
+from weightclip.audit._neighbours import hostile_neighbours as hostile_neighbours
+from weightclip.audit._neighbours import rounding_neighbours as rounding_neighbours
+from weightclip.audit._one_run import OneRun as OneRun
+from weightclip.audit._one_run import one_run as one_run
+from weightclip.audit._one_step import Shift as Shift
+from weightclip.audit._one_step import StepLaw as StepLaw
+from weightclip.audit._one_step import step_law as step_law
+from weightclip.audit._releases import SampledReleases as SampledReleases
+from weightclip.audit._releases import sampled_releases as sampled_releases
+from weightclip.audit._run_law import RunLaw as RunLaw
+from weightclip.audit._run_law import run_law as run_law
+from weightclip.audit._statistics import TwoWorlds as TwoWorlds
+from weightclip.audit._statistics import clopper_pearson as clopper_pearson
+from weightclip.audit._subject import Run as Run
+from weightclip.audit._subject import Subject as Subject
+from weightclip.audit._whole_run import WholeRun as WholeRun
+from weightclip.audit._whole_run import two_worlds as two_worlds

@@ -1,0 +1,296 @@
+"""Falsifier: searches for the record whose gradient is largest, layer by layer, against the certified bound.
+
+Projected gradient ascent with restarts, all restarts and layers at once. The gradients are those the engine forms:
+its own layers (radii, caps), its own loss gradient, at the present weights. Whatever is found is evaluated once more
+by an ordinary backward pass before it is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vjp, vmap
+
+from weightclip.audit._subject import Records, Run, Subject, units_of
+from weightclip.config import Bounds
+from weightclip.engine import PrivacyEngine
+from weightclip.losses import BCEWithLogits, CrossEntropy, Loss, MultiMargin
+
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class LayerFinding:
+    """One layer: its bound Delta_k, the largest gradient found, and the median over ordinary records."""
+
+    layer: str
+    bound: float
+    found: float
+    typical: float
+
+    @property
+    def ratio(self) -> float:
+        """found / bound: above 1 the certificate is false."""
+        return self.found / self.bound if math.isfinite(self.found) else math.inf
+
+
+@dataclass(frozen=True)
+class Falsification:
+    """What the search found.
+
+    Attributes:
+        subject: Name of what was searched.
+        layers: One finding per layer.
+        joint: Largest found length of one record's whole gradient in units of the noise: above 1 the step leaks.
+        loudest: The record that attains ``joint``.
+        violation: Whether any ratio, or the joint length, exceeds 1.
+    """
+
+    subject: str
+    layers: tuple[LayerFinding, ...]
+    joint: float
+    loudest: Records
+
+    @property
+    def violation(self) -> bool:
+        worst = max([self.joint, *(f.ratio for f in self.layers)])
+        return not worst <= 1 + TOLERANCE
+
+
+def falsify(
+    target: Subject | Run | PrivacyEngine,
+    *,
+    ordinary: Records | None = None,
+    seed: int = 0,
+    restarts: int = 24,
+    steps: int = 60,
+) -> Falsification:
+    """Search for a record that breaks the certificate of a trainer, a run or a private model at its present weights.
+
+    Args:
+        target: What to search; a subject is started without noise first.
+        ordinary: Records for the typical ratio (default: the subject's own, or the engine's data).
+        seed: Seed of the restarts.
+        restarts: Starting points per layer.
+        steps: Ascent steps.
+    """
+    if isinstance(target, Subject):
+        target = target.start(target.ordinary(2, seed), 0.0)
+    engine = target.engine if isinstance(target, Run) else target
+    subject = target.subject if isinstance(target, Run) else Subject.of(engine)
+    if ordinary is None:
+        ordinary = subject.ordinary(64, seed)
+    searched, confirm = engine, None
+    if any(t is not None for t in engine._release.joint):
+        # a joint cap is applied after the backward pass, which cannot be differentiated: search under separate caps
+        bounds = _separate(subject.bounds, list(engine.plan.layers))
+        searched = replace(subject, bounds=bounds, physical=None).start(ordinary, 0.0, rate=1.0).engine
+        confirm = _through_engine(subject)
+    with torch.random.fork_rng(devices=[]), opened(searched):
+        torch.manual_seed(seed)
+        best = _Search(searched, ordinary, restarts).run(steps)
+    with opened(engine):
+        return _report(engine, subject.name, best, ordinary, confirm)
+
+
+def summed_gradient(engine: PrivacyEngine, x: Tensor, y: Tensor, units: list[float]) -> Tensor:
+    """The sum of the records' gradients as the engine forms it, in the given units per layer, by a backward pass.
+
+    The engine must be :func:`opened`. Not for joint caps.
+    """
+    assert engine.model is not None
+    blocks = engine._release.blocks
+    logits = engine.model(x)
+    cotangent = engine.criterion.loss.gradient(logits.detach(), y)
+    grads = torch.autograd.grad(logits, [b.parameter for b in blocks], cotangent)
+    return torch.cat([g.double().flatten() * (b.beta / units[b.layer]) for g, b in zip(grads, blocks, strict=True)])
+
+
+@contextlib.contextmanager
+def opened(engine: PrivacyEngine) -> Iterator[None]:
+    """Inside, gradients may be taken from the model's output directly, past the gate: for audits only."""
+    gate = engine._gate
+    before, gate.engine = gate.engine, None
+    try:
+        yield
+    finally:
+        gate.engine = before
+
+
+def _separate(bounds: Bounds, layers: list[str]) -> Bounds:
+    caps = {p: t for p in layers if (t := bounds.of("joint_cap", p)) is not None}
+    return replace(bounds, joint_cap=None, layer_cap=caps)
+
+
+def _through_engine(subject: Subject) -> Callable[[Records], tuple[dict[str, float], float]]:
+    """Evaluate one record by a noiseless step of the real engine."""
+    run = replace(subject, physical=None, optimizer=_frozen).start(subject.ordinary(1), 0.0, rate=1.0)
+
+    def evaluate(record: Records) -> tuple[dict[str, float], float]:
+        run.replace(record)
+        release = run.step()
+        return run.layer_norms(release), float(release.norm())
+
+    return evaluate
+
+
+def _frozen(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+class _Search:
+    """Ascent on log ||g_k|| over many records at once: one group of restarts per layer, one for all layers jointly."""
+
+    def __init__(self, engine: PrivacyEngine, ordinary: Records, restarts: int) -> None:
+        assert engine.model is not None
+        self.engine, self.model, self.loss = engine, engine.model, engine.criterion.loss
+        self.parameters = {k: v.detach() for k, v in self.model.named_parameters()}
+        self.names = {id(p): k for k, p in self.model.named_parameters()}
+        self.layers = len(engine.plan.layers)
+        sensitivities = engine._release.sensitivities(engine._evaluate())
+        self.weights = sensitivities.square().reciprocal()
+        self.units = torch.tensor(units_of(engine, sensitivities), dtype=torch.float64).square().reciprocal()
+        node = engine.plan.graph.nodes[engine.plan.graph.output]
+        self.radius = engine.bounds.projections().get("", math.inf)
+        groups = self.layers + 1
+        self.group = torch.arange(groups).repeat_interleave(restarts)
+        self.select = torch.nn.functional.one_hot(self.group, groups).double()
+        labels = label_candidates(self.loss, node.op.out_shape, ordinary[1])
+        self.y = labels[torch.arange(len(self.group)) % len(labels)]
+        self.x = _starts(ordinary[0], len(self.group), self.radius)
+        self.floating = self.x.is_floating_point()
+        self.tokens = _vocabulary(self.model)
+
+    def squares(self, x: Tensor, y: Tensor) -> Tensor:
+        """(layers,) squared norms of one record's gradient; differentiable in x."""
+        z, pull = vjp(lambda p: functional_call(self.model, p, (x[None],)), self.parameters)
+        gradients = pull(self.loss.gradient(z, y[None]))[0]
+        total = [x.new_zeros((), dtype=torch.float64) for _ in range(self.layers)]
+        for block in self.engine._release.blocks:
+            g = gradients[self.names[id(block.parameter)]]
+            total[block.layer] = total[block.layer] + (block.beta * g.double()).square().sum()
+        return torch.stack(total)
+
+    def value(self, x: Tensor, y: Tensor, select: Tensor) -> Tensor:
+        """log of the squared norm of the group's layer over its bound, or of all layers together in units of noise."""
+        squares = self.squares(x, y)
+        each = torch.cat([squares * self.weights, (squares * self.units).sum().reshape(1)])
+        return ((each * select).sum() + 1e-30).log()
+
+    def run(self, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(inputs, labels, group) of the best record of each group, and the next best ones."""
+        value = vmap(self.value, randomness="different")
+        slope = vmap(grad(self.value), randomness="different")
+        best_x, best = self.x.clone(), value(self.x, self.y, self.select)
+        for t in range(steps):
+            if self.floating:
+                x = self._ascend(slope(self.x, self.y, self.select), 0.5 * (0.01 ** (t / max(1, steps - 1))))
+            else:
+                x = self._mutate(best_x)
+            found = value(x, self.y, self.select)
+            better = found > best
+            shape = (-1,) + (1,) * (x.dim() - 1)
+            best_x = torch.where(better.view(shape), x, best_x)
+            best = torch.where(better, found, best)
+            self.x = x
+        chosen = []
+        for g in range(self.layers + 1):
+            mine = (self.group == g).nonzero().flatten()
+            chosen.append(mine[best[mine].topk(min(3, len(mine))).indices])
+        index = torch.cat(chosen)
+        return best_x[index], self.y[index], self.group[index]
+
+    def _ascend(self, gradient: Tensor, rate: float) -> Tensor:
+        flat, x = torch.nan_to_num(gradient).flatten(1), self.x.flatten(1)
+        length = x.norm(dim=1, keepdim=True).clamp(min=1e-3)
+        moved = x + rate * length * flat / flat.norm(dim=1, keepdim=True).clamp(min=1e-20)
+        stuck = flat.norm(dim=1, keepdim=True) < 1e-12  # a dead start: try elsewhere
+        moved = torch.where(stuck, torch.randn_like(x) * length / math.sqrt(x.shape[1]), moved)
+        if math.isfinite(self.radius):
+            moved = moved * (self.radius / moved.norm(dim=1, keepdim=True).clamp(min=self.radius))
+        return moved.view_as(self.x)
+
+    def _mutate(self, x: Tensor) -> Tensor:
+        fresh = torch.randint(0, self.tokens, x.shape, dtype=x.dtype)
+        one = fresh.flatten(1)[:, :1].view((-1,) + (1,) * (x.dim() - 1)).expand_as(x)
+        other = torch.where(torch.rand(len(x)).view((-1,) + (1,) * (x.dim() - 1)) < 0.3, one, fresh)
+        return torch.where(torch.rand(x.shape) < 0.3, other, x)
+
+
+def label_candidates(loss: Loss, output: tuple[int, ...], like: Tensor) -> Tensor:
+    """Labels to try: every class (or a few hundred), both ends of a probability, far and near regression targets."""
+    shape = like.shape[1:]
+    if not like.is_floating_point():
+        classes = int(output[0]) if isinstance(loss, (CrossEntropy, MultiMargin)) and output else 2
+        values = torch.arange(min(classes, 256), dtype=like.dtype)
+        return values.view(-1, *(1,) * len(shape)).expand(-1, *shape).contiguous()
+    ends = [0.0, 1.0] if isinstance(loss, (BCEWithLogits, CrossEntropy)) else [-1e3, -1.0, 0.0, 1.0, 1e3]
+    whole = [torch.full(shape, v, dtype=like.dtype) for v in ends]
+    if isinstance(loss, CrossEntropy):
+        return torch.eye(output[0], dtype=like.dtype).view(output[0], output[0], *(1,) * (len(shape) - 1)).expand(
+            -1, *shape).contiguous()  # fmt: skip
+    if math.prod(shape) > 1:
+        whole += [ends[0] + (ends[-1] - ends[0]) * torch.randint(0, 2, shape).to(like.dtype) for _ in range(4)]
+    return torch.stack(whole)
+
+
+def _starts(ordinary: Tensor, n: int, radius: float) -> Tensor:
+    """Ordinary records, Gaussian directions, single spikes and constants, on the sphere or over many lengths."""
+    shape = ordinary.shape[1:]
+    if not ordinary.is_floating_point():
+        return ordinary[torch.randint(0, len(ordinary), (n,))].clone()
+    size = math.prod(shape)
+    normal = torch.randn(n, size)
+    spikes = torch.eye(size)[torch.randint(0, size, (n,))] * torch.randn(n, 1).sign() + 0.05 * torch.randn(n, size)
+    constant = torch.randn(n, 1).sign() + 0.1 * torch.randn(n, size)
+    known = ordinary[torch.randint(0, len(ordinary), (n,))].flatten(1).float()
+    kind = (torch.arange(n) // 2 % 4)[:, None]
+    x = torch.where(kind == 0, normal, torch.where(kind == 1, spikes, torch.where(kind == 2, constant, known)))
+    x = x / x.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    length = radius * torch.rand(n, 1).sqrt() if math.isfinite(radius) else 10 ** (3 * torch.rand(n, 1) - 1)
+    return (x * length).view(n, *shape).to(ordinary.dtype)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    return min(sizes, default=2)
+
+
+def _report(engine: PrivacyEngine, name: str, best: Any, ordinary: Records, confirm: Any) -> Falsification:
+    paths = list(engine.plan.layers)
+    sensitivities = engine._release.sensitivities(engine._evaluate())
+    units = units_of(engine, sensitivities)
+
+    def evaluate(x: Tensor, y: Tensor) -> tuple[list[float], float]:
+        if confirm is not None:
+            norms, joint = confirm((x, y))
+            return [norms[p] for p in paths], joint
+        g = summed_gradient(engine, x, y, units)
+        return _layer_norms(engine, g, units), float(g.norm())
+
+    found, joint, loudest = [0.0] * len(paths), 0.0, (best[0][:1], best[1][:1])
+    for i in range(len(best[0])):
+        record = best[0][i : i + 1], best[1][i : i + 1]
+        norms, length = evaluate(*record)
+        found = [max(a, b) if math.isfinite(b) else math.inf for a, b in zip(found, norms, strict=True)]
+        if not length <= joint:
+            joint, loudest = (length if math.isfinite(length) else math.inf), record
+    x, y = ordinary
+    usual = torch.tensor([evaluate(x[i : i + 1], y[i : i + 1])[0] for i in range(min(32, len(x)))])
+    rows = zip(paths, sensitivities.tolist(), found, usual.median(0).values.tolist(), strict=True)
+    layers = tuple(LayerFinding(*row) for row in rows)
+    return Falsification(name, layers, joint, (loudest[0].detach().clone(), loudest[1].clone()))
+
+
+def _layer_norms(engine: PrivacyEngine, release: Tensor, units: list[float]) -> list[float]:
+    blocks = engine._release.blocks
+    squares = [0.0] * len(units)
+    for block, part in zip(blocks, release.split([b.parameter.numel() for b in blocks]), strict=True):
+        squares[block.layer] += float(part.square().sum()) * units[block.layer] ** 2
+    return [math.sqrt(s) for s in squares]

@@ -1,0 +1,108 @@
+"""One-step audit, exact part: how far one record moves the release, against the noise the engine adds.
+
+Without noise (sigma = 0) the engine's release is a function of the data; run on two neighbours it gives the exact
+shift of the mean. With Gaussian noise of the scales the engine states, the two releases are N(0, I) and N(mu u, I)
+after a change of units, mu = shift/sigma: the whole privacy curve is known, no sampling needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from weightclip.accounting import gdp_delta, gdp_epsilon
+from weightclip.audit._neighbours import Neighbours
+from weightclip.audit._subject import Records, Run, Subject
+
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Shift:
+    """The exact effect of one record in one pair of neighbours.
+
+    Attributes:
+        name: Which pair.
+        shift: Distance of the two means in units of s_k/sigma; 1 is what the claim allows.
+        same_noise: Whether the noise scales are the same for both (they must be public).
+    """
+
+    name: str
+    shift: float
+    same_noise: bool
+
+    @property
+    def violation(self) -> bool:
+        """Whether the pair refutes the claim."""
+        return not (self.shift <= 1 + TOLERANCE and self.same_noise)
+
+
+@dataclass(frozen=True)
+class StepLaw:
+    """Exact law of one step over many pairs of neighbours."""
+
+    subject: str
+    shifts: tuple[Shift, ...]
+
+    @property
+    def violation(self) -> bool:
+        """Whether any pair refutes the claim."""
+        return any(s.violation for s in self.shifts)
+
+    @property
+    def worst(self) -> Shift:
+        """The pair with the largest shift."""
+        return max(self.shifts, key=lambda s: (s.violation, s.shift if math.isfinite(s.shift) else math.inf))
+
+    def curve(self, sigma: float, epsilons: Sequence[float]) -> list[float]:
+        """delta(epsilon) of the worst pair with noise multiplier ``sigma``: exact, to compare with the claimed one."""
+        mu = self.worst.shift / sigma
+        return [gdp_delta(mu, e) if math.isfinite(mu) else 1.0 for e in epsilons]
+
+    def epsilon(self, sigma: float, delta: float) -> float:
+        """Exact epsilon of the worst pair."""
+        mu = self.worst.shift / sigma
+        return gdp_epsilon(mu, delta) if math.isfinite(mu) and mu < 1e3 else math.inf
+
+
+def frozen_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """An optimiser that leaves the weights where they are, so that steps can be repeated."""
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def step_law(subject: Subject, pairs: Sequence[Neighbours], seed: int = 0) -> StepLaw:
+    """Run the engine without noise on each pair of neighbours and measure the shift of its release."""
+    bench = _Bench(replace(subject, optimizer=frozen_sgd), seed)
+    return StepLaw(subject.name, tuple(bench.shift(pair) for pair in pairs))
+
+
+class _Bench:
+    """Engines by data set size and rate, so that pairs of equal sizes share them."""
+
+    def __init__(self, subject: Subject, seed: int) -> None:
+        self.subject, self.seed = subject, seed
+        self._runs: dict[Any, Run] = {}
+
+    def _run(self, data: Records, rate: float) -> Run:
+        if rate < 1:  # draws are counted: always a fresh run
+            return self.subject.start(data, 0.0, self.seed, rate=rate)
+        key = len(data[0])
+        if key not in self._runs:
+            self._runs[key] = self.subject.start(data, 0.0, self.seed, rate=rate)
+        self._runs[key].replace(data)
+        return self._runs[key]
+
+    def shift(self, pair: Neighbours) -> Shift:
+        smaller, larger = self._run(pair.base, pair.rate), self._run(pair.larger, pair.rate)
+        worst, same = 0.0, True
+        for _ in range(pair.steps):
+            a, b = smaller.step(), larger.step()
+            same = same and smaller.layer_units() == larger.layer_units()
+            distance = float((a - b).norm())
+            if not distance <= worst:
+                worst = distance if math.isfinite(distance) else math.inf
+        return Shift(pair.name, worst, same)

@@ -1,0 +1,185 @@
+"""Law of a run: noise, sampling and ledger of the real engine over many steps, against what it states.
+
+A noisy run and two noiseless twins, one without and one with the loudest record, walk the same path of weights. Their
+differences show the noise itself (must be independent N(0, s_k^2)), the effect of the record at every step, whether it
+takes part independently with probability q, and what all steps together cost, against the engine's own ledger.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+from weightclip.accounting import gdp_epsilon
+from weightclip.audit._one_step import TOLERANCE
+from weightclip.audit._statistics import ALARM, Normality, check_normal
+from weightclip.audit._subject import Records, Run, Subject, joined
+
+
+@dataclass(frozen=True)
+class RunLaw:
+    """What a run did.
+
+    Attributes:
+        subject: Its name.
+        sigma: The stated multiplier.
+        noise: Whether the noise is standard normal in its stated units.
+        dependence: p-value of independence between steps and between coordinates (Bonferroni-corrected).
+        shift: Largest effect of the record in one step, in units; the claim allows 1.
+        sampling: p-value of "takes part independently with probability q"; 1 where q = 1.
+        epsilon_exact: Exact epsilon of the releases observed; for q < 1 only what one step alone shows.
+        epsilon_claimed: What the engine's ledger says.
+        releases: Number of releases observed.
+        charged: Number of steps the engine charged.
+    """
+
+    subject: str
+    sigma: float
+    noise: Normality
+    dependence: float
+    shift: float
+    sampling: float
+    epsilon_exact: float
+    epsilon_claimed: float
+    releases: int
+    charged: int
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What refutes the claim, in words."""
+        found = []
+        if self.noise.suspicious:
+            found.append(f"noise ({self.noise.why}, {self.noise.scale:.3g} of what is stated)")
+        if self.dependence < ALARM:
+            found.append("noise is not independent")
+        if not self.shift <= 1 + TOLERANCE:
+            found.append(f"one record moves a step by {self.shift:.4g}")
+        if self.sampling < ALARM:
+            found.append("records are not drawn independently with probability q")
+        if not self.epsilon_exact <= self.epsilon_claimed * (1 + 1e-6):
+            found.append(f"epsilon is {self.epsilon_exact:.4g}, the ledger says {self.epsilon_claimed:.4g}")
+        if self.charged < self.releases:
+            found.append(f"{self.releases} releases, {self.charged} charged")
+        return tuple(found)
+
+    @property
+    def violation(self) -> bool:
+        """Whether anything refutes the claim."""
+        return bool(self.failures)
+
+
+def run_law(
+    subject: Subject,
+    loudest: Records,
+    *,
+    sigma: float = 1.0,
+    steps: int = 40,
+    delta: float = 1e-5,
+    records: int = 7,
+    seed: int = 0,
+    resume: bool = True,
+) -> RunLaw:
+    """Run a trainer with noise and compare every release with its noiseless twins.
+
+    Args:
+        subject: The trainer.
+        loudest: The record whose effect is followed.
+        sigma: Noise multiplier.
+        steps: Releases; with ``resume`` the run is saved and resumed after half of them.
+        delta: delta of the ledger's epsilon.
+        records: Ordinary records beside it.
+        seed: Root seed.
+        resume: Save in the middle and continue in a fresh engine, then once more from the same checkpoint.
+    """
+    base = subject.ordinary(records, seed)
+    larger = joined(base, loudest)
+    noisy = subject.start(larger, sigma, seed)
+    without, with_it = subject.start(base, 0.0, seed), subject.start(larger, 0.0, seed)
+    residuals, shifts = [], []
+
+    def follow(run: Run, count: int) -> None:
+        for _ in range(count):
+            weights = run.weights()
+            without.set_weights(weights)
+            with_it.set_weights(weights)
+            release, a, b = run.step(), without.step(), with_it.step()
+            residuals.append(((release - b) / sigma).numpy())
+            shifts.append(float((b - a).norm()))
+
+    half = steps // 2 if resume else steps
+    follow(noisy, half)
+    charged_by = noisy
+    if resume:
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder) / "checkpoint"
+            noisy.engine.save(place)
+            charged_by = subject.start(larger, sigma, seed)
+            charged_by.engine.load(place, exact=True)
+            follow(charged_by, steps - half)
+            residuals += _replayed(subject, larger, sigma, seed, place, with_it)
+    q = subject.rate
+    mu = math.sqrt(sum(s**2 for s in shifts)) / sigma if q == 1 else 0.0
+    return RunLaw(
+        subject.name, sigma, check_normal(np.concatenate(residuals)), _dependence(np.stack(residuals)),
+        max(s if math.isfinite(s) else math.inf for s in shifts), _sampling(np.array(shifts) > 1e-6, q),
+        gdp_epsilon(mu, delta) if 0 < mu < 1e3 else (0.0 if mu == 0 else math.inf),
+        charged_by.engine.get_epsilon(delta), steps, charged_by.engine.steps,
+    )  # fmt: skip
+
+
+def _replayed(subject: Subject, data: Records, sigma: float, seed: int, place: Path, twin: Run) -> list[np.ndarray]:
+    """Noise of the first steps after a second resume from the same checkpoint: none of it may have been seen before."""
+    if subject.rate < 1:
+        return []  # draws differ from the twin's
+    run = subject.start(data, sigma, seed)
+    run.engine.load(place)
+    found = []
+    for _ in range(4):
+        twin.set_weights(run.weights())
+        found.append(((run.step() - twin.step()) / sigma).numpy())
+    return found
+
+
+def _dependence(z: np.ndarray) -> float:
+    """Smallest corrected p-value of a correlation between two steps, or between two coordinates."""
+    smallest = 1.0
+    for rows in (z, z.T):
+        count, length = rows.shape
+        if count < 2 or length < 8:
+            continue
+        rows = rows - rows.mean(1, keepdims=True)
+        size = np.linalg.norm(rows, axis=1)
+        if not np.isfinite(size).all() or (size == 0).any():
+            return 0.0
+        r = (rows @ rows.T) / np.outer(size, size)
+        worst = float(np.abs(r[np.triu_indices(count, 1)]).max())
+        t = min(worst, 1 - 1e-15) * math.sqrt((length - 2) / max(1e-30, 1 - min(worst, 1 - 1e-15) ** 2))
+        smallest = min(smallest, float(2 * stats.t.sf(t, length - 2)) * count * (count - 1) / 2)
+    return smallest
+
+
+def _sampling(included: np.ndarray, q: float) -> float:
+    """p-value of independent Bernoulli(q): the number of inclusions, and its spread over passes of 1/q draws."""
+    if q == 1:
+        return 1.0 if included.all() or not included.any() else 0.0
+    total = stats.binomtest(int(included.sum()), included.size, q).pvalue
+    width = max(2, round(1 / q))
+    passes = included[: included.size // width * width].reshape(-1, width).sum(1)
+    # each pass is Binomial(width, q); by simulation, since chi-square is crude for counts near one
+    rng = np.random.default_rng(0)
+    usual = rng.binomial(width, q, (20_000, passes.size)).var(axis=1)
+    low, high = (float((usual <= passes.var()).mean()), float((usual >= passes.var()).mean()))
+    # a simulated tail of zero is extrapolated by a normal fit, or no alarm could ever be raised
+    z = (passes.var() - usual.mean()) / usual.std()
+    spread = 2 * min(low, high) if min(low, high) > 0 else float(2 * stats.norm.sf(abs(z)))
+    return min(1.0, 2 * min(float(total), spread))
+
+
+def poisson_subject(subject: Subject, rate: float = 0.25) -> Subject:
+    """The same trainer with random draws."""
+    return replace(subject, rate=rate)

@@ -1,0 +1,219 @@
+"""What is audited: a trainer that can be started on any data set, and one run of it, step by step.
+
+Everything goes through the real :class:`weightclip.PrivacyEngine` and the ordinary training loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from weightclip.config import Bounds
+from weightclip.engine import PrivacyEngine
+from weightclip.errors import WeightclipError
+from weightclip.factors import make_layer_plain
+from weightclip.losses import Loss, recognise
+from weightclip.mechanisms import Allocation, Equal
+
+Records = tuple[Tensor, Tensor]
+"""Inputs and labels, records on dimension 0."""
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Gradient descent with small steps: noise in proportion to growing weights would let them explode."""
+    return torch.optim.SGD(parameters, lr=0.02)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trainer to audit: all that is public about a run, so that it can be started on any data set.
+
+    Attributes:
+        name: For reports.
+        model: Makes the model; the same initial weights every time.
+        criterion: What the user would pass to the engine.
+        bounds: What is enforced.
+        records: ``records(n, generator)``: ordinary records, for backgrounds and typical ratios.
+        batch: b, the public divisor.
+        rate: q.
+        physical: ``max_physical_batch_size``.
+        allocation: How noise is spread.
+        optimizer: Makes the optimiser.
+        autocast: Type of ``torch.autocast`` in the forward, or None.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    criterion: Any
+    bounds: Bounds
+    records: Callable[[int, torch.Generator], Records]
+    batch: float = 8.0
+    rate: float = 1.0
+    physical: int | None = None
+    allocation: Allocation = field(default_factory=Equal)
+    optimizer: Callable[[Any], torch.optim.Optimizer] = plain_sgd
+    autocast: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, engine: PrivacyEngine, name: str = "model") -> Subject:
+        """The trainer behind an engine: its model (as it is now), loss and bounds; records are drawn from its data."""
+        if engine.model is None:
+            raise WeightclipError("this engine has no model yet: call make_private first.")
+        frozen = plain_copy(engine.model)
+        data = engine.loader.dataset
+
+        def records(n: int, generator: torch.Generator) -> Records:
+            chosen = torch.randint(len(data), (n,), generator=generator).tolist()  # type: ignore[arg-type]
+            columns = zip(*(data[i] for i in chosen), strict=True)
+            x, y = (torch.stack([torch.as_tensor(v) for v in column]) for column in columns)
+            return x, y
+
+        return cls(
+            name, lambda: copy.deepcopy(frozen), engine.criterion.native, engine.bounds, records,
+            engine.expected_batch_size, engine.loader.sample_rate, engine.loader._piece_size, engine._release.allocation,
+        )  # fmt: skip
+
+    @property
+    def loss(self) -> Loss:
+        """The recognised loss."""
+        return recognise(self.criterion)
+
+    def ordinary(self, n: int, seed: int = 0) -> Records:
+        """Ordinary records from a seed."""
+        return self.records(n, torch.Generator().manual_seed(seed))
+
+    def start(self, data: Records, sigma: float, seed: int = 0, **changes: Any) -> Run:
+        """Start the trainer on a data set with noise multiplier ``sigma``."""
+        return Run(replace(self, **changes), data, sigma, seed)
+
+
+class Run:
+    """One training run of a subject through the real engine, one release at a time.
+
+    Releases are read from ``p.grad`` after ``step()``, as any observer could, and shown in *units*: coordinate j of
+    layer k times b (and beta for biases) over s_k/sigma, where s_k is what the engine says it adds. In these units one
+    record may move the release by at most 1 and the noise is N(0, sigma^2 I).
+    """
+
+    def __init__(self, subject: Subject, data: Records, sigma: float, seed: int) -> None:
+        self.subject, self.sigma = subject, sigma
+        self.x, self.y = (t.clone() for t in data)
+        self.engine = PrivacyEngine()
+        loader = DataLoader(TensorDataset(self.x, self.y), batch_size=max(1, round(subject.batch)))
+        model = subject.model()
+        self.model, self.optimizer, self.loader, self.criterion = self.engine.make_private(
+            module=model, optimizer=subject.optimizer(model.parameters()), data_loader=loader,
+            criterion=subject.criterion, noise_multiplier=sigma, bounds=subject.bounds, sample_rate=subject.rate,
+            expected_batch_size=subject.batch, max_physical_batch_size=subject.physical,
+            generator=torch.Generator().manual_seed(seed), allocation=subject.allocation,
+        )  # fmt: skip
+        self._batches = self._endless()
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+    def step(self) -> Tensor:
+        """Train on the next draw, all its pieces; returns the release in units (float64, one flat vector)."""
+        while True:
+            x, y = next(self._batches)
+            self.optimizer.zero_grad()
+            with self._precision():
+                loss = self.criterion(self.model(x), y)
+            (100 * loss).backward()  # a hostile loop: scaling the loss must change nothing
+            self.optimizer.step()
+            info = self.engine._info
+            if info is None or info.last:
+                return self.released()
+
+    def raw_step(self) -> Tensor:
+        """As :meth:`step`, but the release times b without units: the sum itself where there is no noise."""
+        self.step()
+        return self.subject.batch * torch.cat([b.parameter.grad.double().flatten() if b.parameter.grad is not None
+                                               else torch.zeros(b.parameter.numel(), dtype=torch.float64)
+                                               for b in self.engine._release.blocks])  # fmt: skip
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        kind = self.subject.autocast
+        return contextlib.nullcontext() if kind is None else torch.autocast("cpu", dtype=kind)
+
+    def released(self) -> Tensor:
+        """The last release in units."""
+        parts = []
+        for block, unit in zip(self.engine._release.blocks, self.block_units(), strict=True):
+            grad = block.parameter.grad
+            value = torch.zeros_like(block.parameter) if grad is None else grad
+            parts.append(value.detach().double().flatten() * (self.subject.batch * block.beta / unit))
+        return torch.cat(parts)
+
+    def layer_units(self) -> list[float]:
+        """s_k/sigma of each layer, as the engine computed them for the last step."""
+        return units_of(self.engine, self.engine._sensitivities)
+
+    def block_units(self) -> list[float]:
+        """The unit of each parameter's coordinates."""
+        units = self.layer_units()
+        return [units[block.layer] for block in self.engine._release.blocks]
+
+    def layer_norms(self, release: Tensor) -> dict[str, float]:
+        """Per layer, the l2 norm (in the sum over records, bias times beta) of a vector given in units."""
+        blocks, units = self.engine._release.blocks, self.layer_units()
+        sizes = [b.parameter.numel() for b in blocks]
+        squares = [0.0] * len(units)
+        for block, part in zip(blocks, release.split(sizes), strict=True):
+            squares[block.layer] += float(part.square().sum())
+        return {p: s**0.5 * u for p, s, u in zip(self.engine.plan.layers, squares, units, strict=True)}
+
+    def weights(self) -> list[Tensor]:
+        """A copy of the trained parameters."""
+        return [b.parameter.detach().clone() for b in self.engine._release.blocks]
+
+    @torch.no_grad()
+    def set_weights(self, weights: Sequence[Tensor]) -> None:
+        """Overwrite the trained parameters."""
+        for block, value in zip(self.engine._release.blocks, weights, strict=True):
+            block.parameter.copy_(value)
+
+    def replace(self, data: Records) -> None:
+        """Put other records of the same shapes into the data set."""
+        self.x.copy_(data[0])
+        self.y.copy_(data[1])
+
+
+def units_of(engine: PrivacyEngine, sensitivities: Tensor) -> list[float]:
+    """s_k/sigma of each layer, as the engine allots them."""
+    release = engine._release
+    before, release.sigma = release.sigma, 1.0
+    try:
+        return release.scales(sensitivities).tolist()
+    finally:
+        release.sigma = before
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """A copy of a private model without its engine: native layers, no hooks of ours."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [k for k, hook in hooks.items() if getattr(hook, "_weightclip", False)]:
+                del hooks[key]
+        make_layer_plain(module)
+    return twin
+
+
+def joined(data: Records, *more: Records) -> Records:
+    """Several sets of records as one, in order."""
+    return torch.cat([data[0], *(m[0] for m in more)]), torch.cat([data[1], *(m[1] for m in more)])
+
+
+def repeated(record: Records, n: int) -> Records:
+    """n copies of one record (or of a few, cyclically)."""
+    times = -(-n // len(record[0]))
+    return torch.cat([record[0]] * times)[:n], torch.cat([record[1]] * times)[:n]
