@@ -2,7 +2,7 @@
 
 Rounding before the noise is part of the query (SOUNDNESS section 6). A float32 sum over 8,192 records can be moved by a
 whole extra Delta by one record; an integer sum cannot. Features are stored once on a grid of 255 values, cotangents are
-truncated towards zero on a grid of 32,511 values, and tensor cores add int8 products in int32 without error.
+truncated towards zero on a grid of 32,767 values, and tensor cores add int8 products in int32 without error.
 """
 
 from __future__ import annotations
@@ -98,10 +98,11 @@ def integer_product(codes: Tensor, x: Tensor) -> Tensor:
     digits = torch.cat([high, codes - _DIGIT * high], 1).t()  # 2 units x records
     if x.device.type != "cuda":
         total = digits @ x.double()
-    else:  # int8 tensor cores want both operands contiguous along the records, and sizes in multiples of 8
+    else:  # int8 tensor cores want both operands contiguous along the records (`gather`), sizes in multiples of 8
         units = digits.shape[0]
         rows = torch.zeros(max(24, units + -units % 8), digits.shape[1], dtype=torch.int8, device=x.device)
         rows[:units] = digits
-        total = torch._int_mm(rows, x.t().contiguous().t())[:units].double()
+        x = x if x.stride(0) == 1 else x.t().contiguous().t()
+        total = torch._int_mm(rows, x)[:units].double()
     top, low = total.chunk(2)
     return top * _DIGIT + low

@@ -1,0 +1,48 @@
+"""Noise multipliers of the study, calibrated once and kept in a file beside the results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from weightclip.accounting import Mechanism, calibrate_sigma, epsilon
+
+DELTA = 1e-5
+
+
+class NoiseTable:
+    """sigma for (epsilon, records, batch, steps) at delta = 1e-5, by PLD, adding or removing one record.
+
+    Formal guarantees: every sigma was found by `calibrate_sigma`; `check` recomputes epsilon from it.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.values: dict[str, float] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+
+    @staticmethod
+    def _key(target: float, records: int, batch: int, steps: int) -> str:
+        return f"{target:g}/{records}/{batch}/{steps}"
+
+    def get(self, target: float | None, records: int, batch: int, steps: int) -> float:
+        """The multiplier, calibrated now if it is not in the table; 0 for no privacy."""
+        if target is None:
+            return 0.0
+        key = self._key(target, records, batch, steps)
+        if key not in self.values:
+            self.values[key] = calibrate_sigma(target, DELTA, min(1.0, batch / records), steps)
+        return self.values[key]
+
+    def check(self, target: float, records: int, batch: int, steps: int) -> float:
+        """Epsilon of the run, recomputed; an error if it exceeds the target."""
+        sigma = self.get(target, records, batch, steps)
+        spent = epsilon([Mechanism("gaussian", sigma, min(1.0, batch / records), steps)], DELTA)
+        if spent > target * (1 + 1e-9):
+            raise ValueError(f"noise table: epsilon {spent} exceeds {target} for {records}/{batch}/{steps}")
+        return spent
+
+    def save(self) -> None:
+        """Write the table."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(dict(sorted(self.values.items())), indent=1) + "\n")
