@@ -48,6 +48,14 @@ def test_without_limits_the_gradient_is_native(case, made_private):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_in_place_operators_may_follow(case, made_private):
+    layer = case.layer()
+    twin = made_private(layer, cap=1.0)
+    x = case.inputs(2)
+    torch.testing.assert_close(torch.relu_(twin(x)), torch.relu_(layer(x)))
+    twin(x).add_(1.0).relu_().sum().backward()
+
+
 def test_frozen_parts_get_no_gradient(case, made_private):
     layer = case.layer()
     if len(list(layer.parameters())) < 2:

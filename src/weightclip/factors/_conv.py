@@ -35,6 +35,7 @@ def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_pad
     """Weight gradient of the batch from scaled cotangents, in ``dtype``, chunks summed in float64."""
     stride, padding, dilation, groups = conf
     d, x = masked(d, scale, True), masked(x, scale, False)
+    dtype = torch.promote_types(dtype, x.dtype)  # values of a float64 model may lie beyond float32
     if dtype == torch.float64 and x.is_cuda and x.dim() == 4 and groups == 1 and not transposed:
         return _by_taps(x, d, weight.shape[2:], stride, padding, dilation)
     rows = x.shape[0] if chunk <= 0 else chunk

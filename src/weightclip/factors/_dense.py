@@ -8,7 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._limits import CAP, Counts, cap_scale, masked, product_rounding, record_scale, squared_norm
+from weightclip.factors._limits import (
+    CAP,
+    Counts,
+    cap_scale,
+    masked,
+    own,
+    product_rounding,
+    record_scale,
+    squared_norm,
+)
 
 
 def dense_scale(
@@ -44,6 +53,7 @@ def position_gram(x: Tensor, d: Tensor, beta: float, product: torch.dtype = torc
 def dense_product(x: Tensor, d: Tensor, scale: Tensor | None, dtype: torch.dtype, chunk: int) -> Tensor:
     """sum_i scale_i delta_i x_i^T, in ``dtype``, optionally in chunks of records summed in float64."""
     d, x = masked(d, scale, True), masked(x, scale, False)
+    dtype = torch.promote_types(dtype, x.dtype)  # values of a float64 model may lie beyond float32
     rows = x.shape[0] if chunk <= 0 else chunk
     total: Tensor | None = None
     for start in range(0, max(1, x.shape[0]), max(1, rows)):
@@ -69,7 +79,7 @@ class DenseFunction(torch.autograd.Function):
     @staticmethod
     def forward(x, weight, bias, limits, flags, beta, dtype, chunk, counter=None):
         """Native forward."""
-        return F.linear(x, weight, bias)
+        return own(F.linear(x, weight, bias))
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from weightclip.factors._limits import masked, record_scale, squared_norm
+from weightclip.factors._limits import masked, own, record_scale, squared_norm
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -18,7 +18,7 @@ class EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def forward(indices, weight, limits, flags, padding_idx, dtype, counter=None):
         """Native forward."""
-        return F.embedding(indices, weight, padding_idx)
+        return own(F.embedding(indices, weight, padding_idx))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -38,6 +38,7 @@ class EmbeddingFunction(torch.autograd.Function):
             d_norm = squared_norm(d).sqrt()
             x_norm = torch.full_like(d_norm, math.sqrt(max(1, math.prod(indices.shape[1:]))))
             scale = record_scale(x_norm, d_norm, limits, flags, *ctx.counter)
-        values = masked(d, scale, True).to(dtype)
+        values = masked(d, scale, True)
+        values = values.to(torch.promote_types(dtype, values.dtype))
         grad = torch.ops.aten.embedding_dense_backward(values, indices, rows, padding_idx, False)
         return None, grad.to(native), *([None] * (4 + len(ctx.counter)))

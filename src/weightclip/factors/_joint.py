@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weightclip.factors._affine import affine_record_norm, shaped, summed
 from weightclip.factors._conv import conv_product, patch_norm_squared
 from weightclip.factors._dense import bias_product, dense_product, position_gram
-from weightclip.factors._limits import masked, squared_norm
+from weightclip.factors._limits import masked, own, squared_norm
 from weightclip.factors._record_norms import CHEAPEST, FREE, Geometry, conv_record_norm
 
 _TINY = 1e-30
@@ -97,7 +97,7 @@ class _Stash(torch.autograd.Function):
     def forward(ctx, x, weight, bias, layer, conf):
         ctx.save_for_backward(x)
         ctx.layer, ctx.conf = layer, conf
-        return _native(layer, x, conf)
+        return own(_native(layer, x, conf))
 
     @staticmethod
     def backward(ctx, d):

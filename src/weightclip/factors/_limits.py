@@ -128,6 +128,11 @@ def wide(value: Tensor) -> Tensor:
     return value if value.dtype in (torch.float32, torch.float64) else value.float()
 
 
+def own(value: Tensor) -> Tensor:
+    """The tensor, no longer counted as a view: users may go on with in-place operators, as after the native layer."""
+    return torch.ops.aten._unsafe_view(value, value.shape) if value.dim() > 2 else value
+
+
 def product_rounding(terms: int, product: torch.dtype) -> float:
     """Share of ||x|| ||delta|| by which a record's product of ``terms`` summands may differ from the exact one.
 
