@@ -143,10 +143,6 @@ class Quantiles:
         value = self.modules[path]._wc_limits[index].double()
         return float(value) if value.device.type == "cpu" else value
 
-    def buffers(self) -> list[Tensor]:
-        """The limits of every adapted layer."""
-        return [module._wc_limits for module in self.modules.values()]
-
     def state(self) -> dict[str, list[float]]:
         """The limits, JSON-ready: released values."""
         return {path: module._wc_limits.tolist() for path, module in self.modules.items()}

@@ -80,7 +80,7 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
         raise ContractError("call make_private with the run's settings first, then load.")
     ledger, tensors = _read(Path(path))
     mine = _settings(engine)
-    public = ("noise_multiplier", "sample_rate", "expected_batch_size")
+    public = ("noise_multiplier", "sample_rate", "expected_batch_size", "mechanism")
     for name in mine if exact else public:
         if ledger["settings"][name] != mine[name]:
             raise ContractError(

@@ -220,7 +220,6 @@ class TrainingLoop:
         self._release.release(self._sensitivities, self.streams, step)
         if self._quantiles is not None:
             self._quantiles.release(self.streams, step)
-            self._watch.accept(self._quantiles.buffers())
 
     def _after_step(self, *_: Any) -> None:
         if not self._skip:

@@ -32,13 +32,6 @@ class Watch:
         """Which modules are in training mode."""
         return tuple(m.training for _, m, _ in self.modules)
 
-    def accept(self, changed: Iterable[Tensor]) -> None:
-        """Buffers the engine itself has changed are as they should be."""
-        ours = {id(b) for b in changed}
-        for i, (name, buffer, _, _) in enumerate(self.buffers):
-            if id(buffer) in ours:
-                self.buffers[i] = (name, buffer, buffer._version, buffer.detach().clone())
-
     def check(self) -> None:
         """Raise one clear error for the first thing that changed."""
         for path, module, members in self.modules:
