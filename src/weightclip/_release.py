@@ -92,9 +92,12 @@ class Release:
             self.filled[index] = True
 
     def sensitivities(self, evaluations: dict[str, Evaluation]) -> Tensor:
-        """Delta_k of every layer, slack and floor included: one float64 vector on the parameters' device."""
+        """Delta_k of every layer, slack and floor included: a float64 vector, on the CPU where all are plain numbers."""
         values = [e.sensitivity for e in evaluations.values()]
-        parts = [torch.as_tensor(v, dtype=torch.float64, device=self.flat.device) for v in values]
+        device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
+        if device.type == "cpu":
+            return self.enlarged(torch.tensor([float(v) for v in values], dtype=torch.float64))
+        parts = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
         return self.enlarged(torch.stack(parts))
 
     def enlarged(self, bounds: Tensor) -> Tensor:
@@ -163,7 +166,7 @@ class Release:
         else:
             scales = torch.full_like(sensitivities, _UP * self.views)
             fill_(self.noise, self.dims, self.knorm, 1 / self.sigma, sensitivities, streams, step)
-        if self.flat.device.type == "cpu":
+        if scales.device.type == "cpu":
             values = scales.tolist()
             factors = [values[b.layer] / b.beta for b in self.blocks]
             torch._foreach_mul_(self.draws, factors)  # pyright: ignore[reportPrivateImportUsage]

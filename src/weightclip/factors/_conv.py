@@ -37,7 +37,7 @@ def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_pad
     d, x = masked(d, scale, True), masked(x, scale, False)
     dtype = torch.promote_types(dtype, x.dtype)  # values of a float64 model may lie beyond float32
     if dtype == torch.float64 and x.is_cuda and x.dim() == 4 and groups == 1 and not transposed:
-        return _by_taps(x, d, weight.shape[2:], stride, padding, dilation)
+        return by_taps(x, d, weight.shape[2:], stride, padding, dilation)
     rows = x.shape[0] if chunk <= 0 else chunk
     kernel = weight.to(dtype)
     total: Tensor | None = None
@@ -52,21 +52,31 @@ def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_pad
     return total
 
 
-def _by_taps(x: Tensor, d: Tensor, kernel, stride, padding, dilation) -> Tensor:
-    """One float64 matrix product per kernel entry: on an H200 two to three times faster than cuDNN in float64."""
+def by_taps(x: Tensor, d: Tensor, kernel, stride, padding, dilation) -> Tensor:
+    """The weight gradient of a 2-D convolution as one float64 matrix product per kernel entry.
+
+    At stride 1 both tensors are laid on the padded grid, channels last: a tap then is a shift of the flat rows, read in
+    place, and rows that wrap around meet the zeros of the cotangent's border. Other strides gather each tap's window.
+    On an H200 this is two to three times faster than cuDNN in float64.
+    """
+    records, channels = x.shape[:2]
     height, width = d.shape[2:]
-    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, padding[1], padding[1], padding[0], padding[0])).double()
-    left = d.permute(1, 0, 2, 3).reshape(d.shape[1], -1).double()  # out x (records positions)
-    rows = []
-    for i in range(kernel[0]):
-        for j in range(kernel[1]):
-            top, first = i * dilation[0], j * dilation[1]
-            window = padded[
-                :, top : top + (height - 1) * stride[0] + 1 : stride[0],
-                first : first + (width - 1) * stride[1] + 1 : stride[1],
-            ]  # fmt: skip
-            rows.append(left @ window.reshape(-1, x.shape[1]))
-    return torch.stack(rows, 2).unflatten(2, tuple(kernel))  # out x in x kernel
+    border = (0, 0, padding[1], padding[1], padding[0], padding[0])
+    grid = F.pad(x.permute(0, 2, 3, 1).double(), border)  # records x rows x columns x channels
+    taps = [(i * dilation[0], j * dilation[1]) for i in range(kernel[0]) for j in range(kernel[1])]
+    if tuple(stride) == (1, 1):
+        rows, columns = grid.shape[1:3]
+        laid = F.pad(d.permute(0, 2, 3, 1).double(), (0, 0, 0, columns - width, 0, rows - height))
+        left, right = laid.reshape(-1, d.shape[1]), grid.reshape(-1, channels)
+        total = left.shape[0]
+        shifts = [top * columns + first for top, first in taps]
+        parts = [left[: total - k].t() @ right[k:] for k in shifts]
+    else:
+        left = d.permute(1, 0, 2, 3).reshape(d.shape[1], -1).double()  # out x (records positions)
+        high, wide = (height - 1) * stride[0] + 1, (width - 1) * stride[1] + 1
+        windows = [grid[:, t : t + high : stride[0], f : f + wide : stride[1]] for t, f in taps]
+        parts = [left @ window.reshape(-1, channels) for window in windows]
+    return torch.stack(parts, 2).unflatten(2, tuple(kernel))  # out x in x kernel
 
 
 class ConvFunction(torch.autograd.Function):
