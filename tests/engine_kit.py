@@ -118,7 +118,7 @@ def private(
     accountant: str = "pld",
     **settings: Any,
 ) -> Run:
-    """make_private (make_private_with_epsilon for sigma=None) with SGD of rate 1 and full batches unless told otherwise."""
+    """make_private, or make_private_with_epsilon for sigma=None; SGD of rate 1, full batches by default."""
     made = (optimizer or (lambda p: torch.optim.SGD(p, lr=1.0)))(model.parameters())
     engine = wc.PrivacyEngine(accountant=accountant)
     settings.setdefault("generator", None if seed is None else torch.Generator().manual_seed(seed))

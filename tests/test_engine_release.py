@@ -1,4 +1,4 @@
-"""Black box: what one record can move. Only parameters before and after a step are read, no noise, every record drawn."""
+"""Black box: what one record can move. Only parameters before and after a step are read; there is no noise."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from tests.engine_kit import cnn, difference, layer_norms, mlp, pictures, private, release, residual, table
 from torch import Tensor, nn
 
 import weightclip as wc
-from tests.engine_kit import cnn, difference, layer_norms, mlp, pictures, private, release, residual, table
 
 BOUNDS = {
     "weights": wc.Bounds(input_radius=1.0),

@@ -1,4 +1,4 @@
-"""Adversarial neighbours for float32 sums (SOUNDNESS section 6): the ordinary sum moves by 2 Delta and more, ours does not.
+"""Adversarial neighbours for float32 sums (SOUNDNESS section 6): an ordinary sum moves by 2 Delta, ours does not.
 
 Half of the records bring the sum to a power of two. There the spacing of float32 doubles, so that the small records
 that follow round one way below it (without the extra record) and the other way above it (with it).
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.engine_kit import private, release
 from torch import Tensor, nn
 
 import weightclip as wc
-from tests.engine_kit import private, release
 
 
 def records(b: int, extra: bool) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,8 @@ class _Summed(torch.autograd.Function):
     """Value: sum over records / expected batch size. Backward: the engine collects the certified gradients, once."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, value: Tensor, todo: tuple[Tensor, Tensor], engine: PrivacyEngine) -> Tensor:
-        ctx.todo, ctx.engine = todo, engine
+    def forward(ctx, logits: Tensor, value: Tensor, shown: Tensor | None, todo: Any, engine: PrivacyEngine) -> Tensor:
+        ctx.shown, ctx.todo, ctx.engine = shown, todo, engine
         return value.clone()
 
     @staticmethod
@@ -28,7 +28,7 @@ class _Summed(torch.autograd.Function):
             raise ContractError("backward() ran twice through one private loss: call the model and the loss again.")
         todo, ctx.todo = ctx.todo, None
         ctx.engine._collect(*todo)
-        return None, None, None, None  # nothing flows on: what the engine collected is all there is
+        return ctx.shown, None, None, None, None  # as far as the wall; what the engine collected is all there is
 
 
 def _per_view(target: Any, records: int, views: int) -> Any:
@@ -74,10 +74,11 @@ class PrivateCriterion(nn.Module):
                 gradient = torch.where(keep, gradient, torch.zeros_like(gradient))
                 values = torch.where(mask, values, torch.zeros_like(values))
             value = values.sum() / (engine.expected_batch_size * engine.views)
-            gradient = passage.lay_out(logits, gradient)
+            todo = (passage.output, passage.lay_out(logits, gradient))  # hidden from autograd in a tuple
         engine._loss_taken()
-        # the output itself is hidden in a tuple: a tensor argument would join the user's graph to the model's
-        return _Summed.apply(logits, value, (passage.output, gradient), engine)  # type: ignore[return-value]
+        if passage.compiled:  # no wall there: the user's backward pass must not enter the model's graph
+            return _Summed.apply(engine._gate.anchor, value, None, todo, engine)  # type: ignore[return-value]
+        return _Summed.apply(logits, value, gradient, todo, engine)  # type: ignore[return-value]
 
     def extra_repr(self) -> str:
         """Show the certified loss."""

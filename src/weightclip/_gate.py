@@ -80,6 +80,7 @@ class Passage:
     output: Tensor  # the end of the model's own graph
     version: int
     autocast: torch.dtype | None
+    compiled: bool = False
 
     def lay_out(self, logits: Tensor, gradient: Tensor) -> Tensor:
         """``gradient``, at a view of the output, as a gradient at the output itself."""
@@ -166,7 +167,7 @@ class OutputGate:
         self.device = device.type
         self.compiled_output: Tensor | None = None
         self.compiled_autocast: torch.dtype | None = None
-        self._anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True)
         self._views: set[tuple[Layout, Layout]] = set()
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -185,7 +186,7 @@ class OutputGate:
             raise ContractError("the private model runs as a replica (DataParallel): use one process and one device.")
         if DistributedDataParallel._active_ddp_module is not None:
             raise ContractError("DistributedDataParallel averages raw gradients before the noise: use the plain model.")
-        return _Wall.apply(self._anchor, Passage(output, output._version, autocast))
+        return _Wall.apply(self.anchor, Passage(output, output._version, autocast))
 
     def clear(self) -> None:
         """Forget a compiled pass over an earlier batch."""
@@ -196,7 +197,7 @@ class OutputGate:
         node = _source(logits.grad_fn)
         passage: Passage | None = getattr(node, "passage", None)
         if node is not None and passage is None and self.compiled_output is not None:
-            passage = Passage(self.compiled_output, logits._version, self.compiled_autocast)
+            passage = Passage(self.compiled_output, logits._version, self.compiled_autocast, compiled=True)
         if passage is None or passage.output.untyped_storage()._cdata != logits.untyped_storage()._cdata:
             raise ContractError(
                 "the private criterion must get the output of the private model, called as model(x) (views of it are "
@@ -217,7 +218,7 @@ class OutputGate:
     def __getstate__(self) -> dict[str, Any]:
         # copies and saved models leave the engine behind
         return {"engine": None, "device": self.device, "compiled_output": None, "compiled_autocast": None,
-                "_anchor": None, "_views": set()}  # fmt: skip
+                "anchor": None, "_views": set()}  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OutputGate:
         copy = OutputGate.__new__(OutputGate)

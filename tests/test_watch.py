@@ -1,0 +1,122 @@
+"""A model that is not what was certified any more is refused before anything is collected."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.engine_kit import Run, mlp, private, table
+from torch import Tensor, nn
+
+import weightclip as wc
+
+
+def unfreeze(run: Run) -> None:
+    run.model[0].weight.requires_grad_(True)
+
+
+def freeze(run: Run) -> None:
+    run.model[2].bias.requires_grad_(False)
+
+
+def forward_hook(run: Run) -> None:
+    run.model[0].register_forward_hook(lambda m, a, out: 100 * out)
+
+
+def pre_hook(run: Run) -> None:
+    run.model.register_forward_pre_hook(lambda m, args: (100 * args[0],))
+
+
+def backward_hook(run: Run) -> None:
+    run.model[2].register_full_backward_hook(lambda m, gi, go: (100 * gi[0],))
+
+
+def parameter_hook(run: Run) -> None:
+    run.model[2].weight.register_hook(lambda g: 100 * g)
+
+
+def new_layer(run: Run) -> None:
+    run.model.add_module("3", nn.Linear(3, 3))
+
+
+def replaced_layer(run: Run) -> None:
+    run.model[2] = nn.Linear(8, 3)
+
+
+def other_type(run: Run) -> None:
+    run.model.double()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [unfreeze, freeze, forward_hook, pre_hook, backward_hook, parameter_hook, new_layer, replaced_layer, other_type],
+)
+def test_a_model_that_changes_after_make_private_is_refused(change) -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    run = private(model, table(8))
+    x, y = next(iter(run.loader))
+    change(run)
+    with pytest.raises((wc.ContractError, RuntimeError)):
+        run.criterion(run.model(x), y).backward()
+        run.optimizer.step()
+    assert run.engine.steps == 0
+
+
+def test_a_buffer_that_changes_is_refused_and_a_reloaded_one_is_not() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+            self.register_buffer("scale", torch.tensor(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * self.layer(x)
+
+    run = private(Scaled(), table(8), sigma=1.0)
+    run.train()
+    run.model.load_state_dict(copy.deepcopy(run.model.state_dict()))
+    run.train()
+    run.model.scale.mul_(10)
+    with pytest.raises(wc.ContractError, match="scale"):
+        run.train()
+
+
+def test_training_mode_is_part_of_what_is_certified() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).eval()
+    run = private(model, table(8))
+    run.train()
+    quiet = run.layers()["0"]["sensitivity"]
+    run.model.train()
+    with torch.no_grad():
+        for p, q in zip(run.model.parameters(), mlp().parameters(), strict=True):
+            p.copy_(q)
+    x, y = next(iter(run.loader))
+    run.criterion(run.model(x), y).backward()
+    loud = run.layers()["0"]["sensitivity"]
+    reference = private(nn.Sequential(mlp()[0], nn.Dropout(0.5), mlp()[2]).train(), table(8)).layers()["0"][
+        "sensitivity"
+    ]
+    assert loud == pytest.approx(reference, rel=1e-9)
+    assert loud > 0 and quiet > 0
+    run.optimizer.step()
+
+
+def test_gradients_the_engine_does_not_know_never_enter_a_step() -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    run = private(model, table(8))
+    x, y = next(iter(run.loader))
+    run.criterion(run.model(x), y).backward()
+    run.model[0].weight.grad = torch.ones_like(run.model[0].weight)
+    with pytest.raises(wc.ContractError, match="not private"):
+        run.optimizer.step()
+
+
+def test_an_early_hook_is_refused() -> None:
+    model = mlp()
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(wc.ContractError, match="before the noise"):
+        private(model, table(8))
