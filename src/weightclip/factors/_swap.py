@@ -24,6 +24,8 @@ _EAGER = {f: eager_twin(f) for f in (AffineFunction, ConvFunction, DenseFunction
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    if not torch.is_grad_enabled():  # no backward to bound; torch.compile could not trace the Function here
+        return function.forward(*args[:-1])
     if args[-1] is not None:
         return _apply_counting(function, *args)
     args = args[:-1]
