@@ -8,7 +8,7 @@ WORKERS ?= 2
 # One thread per test process: small matrices gain nothing from more, and the workers do not fight over cores.
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help setup demo test lint format bench study-tabular audit docs clean
+.PHONY: help setup demo test lint format bench study-tabular study-tabular-search audit docs clean
 
 help:
 	@echo "make setup          build $(VENV) with weightclip and everything its tests need"
@@ -18,6 +18,7 @@ help:
 	@echo "make format         let ruff rewrite the files"
 	@echo "make bench          time and memory against plain training and DP-SGD"
 	@echo "make study-tabular  the paper's tabular tables and figures (QUICK=1 for a short run)"
+	@echo "make study-tabular-search  the search behind its settings (resumable)"
 	@echo "make audit          try to refute the claimed epsilon"
 	@echo "make docs           the documentation as HTML"
 	@echo "make clean          remove $(VENV) and caches"
@@ -50,9 +51,12 @@ bench: setup
 	$(BIN)/weightclip bench
 
 study-tabular: setup
-	$(BIN)/weightclip reproduce tables $(if $(QUICK),--quick)
-	$(BIN)/weightclip reproduce bias $(if $(QUICK),--quick)
-	$(BIN)/weightclip reproduce report
+	$(SINGLE) $(BIN)/weightclip reproduce tables $(if $(QUICK),--quick)
+	$(SINGLE) $(BIN)/weightclip reproduce bias $(if $(QUICK),--quick)
+	$(SINGLE) $(BIN)/weightclip reproduce report $(if $(QUICK),--quick)
+
+study-tabular-search: setup
+	$(SINGLE) $(BIN)/weightclip reproduce search $(if $(QUICK),--quick)
 
 audit: setup
 	$(BIN)/weightclip audit

@@ -53,4 +53,4 @@ def wilcoxon_p(ours: Array, theirs: Array) -> float:
         return 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SciPy says when ties make it use the normal approximation
-        return float(wilcoxon(difference, zero_method="wilcox").pvalue)
+        return float(wilcoxon(difference, zero_method="wilcox")[1])  # pyright: ignore[reportArgumentType, reportIndexIssue]

@@ -26,7 +26,7 @@ class Budget:
     """How much is tried, the same for every method.
 
     Attributes:
-        structures: Random structures, each with ``each`` random trials.
+        structures: Structures (the space's designs, the same for every method), each with ``each`` random trials.
         rounds: Rounds of refinement.
         parents: Good trials that get ``each`` neighbours in a round.
         each: Trials that share a structure.
@@ -36,11 +36,11 @@ class Budget:
         final_seeds: Seeds of a finalist.
     """
 
-    structures: int = 5
+    structures: int = 6
     rounds: int = 1
     parents: int = 2
     each: int = 8
-    seeds: int = 6
+    seeds: int = 4
     large_seeds: int = 2
     finalists: int = 4
     final_seeds: int = 8
@@ -50,6 +50,9 @@ class Budget:
         """Configurations tried in all."""
         return self.each * (self.structures + self.rounds * self.parents)
 
+
+GROUPED = Budget(structures=0, rounds=1, parents=3, finalists=3)
+"""With group normalisation: around what was chosen without it, with groups and α free; the same for every method."""
 
 QUICK = Budget(structures=2, rounds=1, parents=1, each=2, seeds=2, large_seeds=1, finalists=2, final_seeds=2)
 
@@ -92,13 +95,15 @@ def search(
     budget: Budget | None = None,
     *,
     space: Space | None = None,
+    start: Config | None = None,
     encoding: str = "from-data",
     progress: Callable[[str], None] | None = None,
 ) -> Chosen:
     """Choose a configuration of one method for one data set on its validation part.
 
     Every draw follows from the names and from earlier results, so a search that was killed continues where it was:
-    it asks for the same runs again and finds them in the store.
+    it asks for the same runs again and finds them in the store. With ``start`` only its neighbourhood is searched, as
+    many stacks of trials as the budget has parents.
 
     Formal guarantees: none for the choice. It reads the validation records freely; what it costs to choose is not part
     of the ε of the tables (as in the paper). ``weightclip tune --accounted`` charges for it.
@@ -130,8 +135,14 @@ def search(
     def max_score() -> float:
         return max(s for s, _ in tried)
 
-    attempt(space.sample(rng, budget.structures, budget.each))
-    for _ in range(budget.rounds):
+    if start is not None:
+        for _ in range(budget.parents):
+            shape = {name: part.at(rng.uniform()) for name, part in space.structure.items()}
+            drawn = space.nearby(rng, start, budget.each)
+            attempt([{**space.config(rng.uniform(size=len(space.names))), **shape, **config} for config in drawn])
+    if budget.structures:
+        attempt(space.sample(rng, budget.structures, budget.each))
+    for _ in range(budget.rounds if start is None else 0):
         best = sorted(tried, key=lambda item: -item[0])[: budget.parents]
         attempt([c for _, parent in best for c in space.nearby(rng, parent, budget.each)])
     finalists = [config for _, config in sorted(tried, key=lambda item: -item[0])[: budget.finalists]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from weightclip.errors import WeightclipError
 
 from . import data as sets
-from ._search import Budget, Chosen, search
+from ._search import GROUPED, Budget, Chosen, search
 from ._space import PRIVATE
 from ._store import Store
 
@@ -71,13 +71,26 @@ def search_all(
     budget: Budget | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Chosen]]:
-    """Search every method on every data set; the file is written after each, so that an interruption loses nothing."""
+    """Search every method on every data set; the file is written after each, so that an interruption loses nothing.
+
+    With group normalisation a method starts from what was chosen without it, where that is known.
+    """
     budget = budget or Budget()
     chosen = load_chosen(path) if path.exists() else {}
     datasets, pairs = list(datasets or sets.names()), list(pairs or combinations())
     for method, group_norm in pairs:
         for dataset in datasets:
-            found = search(store, dataset, method, group_norm, budget, progress=progress)
+            start = chosen.get(dataset, {}).get(method) if group_norm else None
+            own = budget if start is None else replace(budget, structures=0, parents=GROUPED.parents)
+            found = search(
+                store,
+                dataset,
+                method,
+                group_norm,
+                own,
+                start=None if start is None else start.config,
+                progress=progress,
+            )
             if path.exists():  # another worker may have written in the meantime
                 chosen = load_chosen(path)
             chosen.setdefault(dataset, {})[name_of(method, group_norm)] = found

@@ -68,10 +68,12 @@ class Space:
     Attributes:
         structure: Parameters that decide shapes and steps; shared by the trials of one stack.
         fine: The others.
+        designs: Structures that are tried first, the same for every method; random ones follow.
     """
 
     structure: Mapping[str, Choice]
     fine: Mapping[str, Range | Choice]
+    designs: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -89,18 +91,22 @@ class Space:
         return np.array([part.place(config[name]) for name, part in parts.items()])
 
     def sample(self, rng: np.random.Generator, structures: int, each: int) -> list[Config]:
-        """``each`` trials for each of ``structures`` random structures."""
+        """``each`` random trials for each of ``structures`` structures: the designed ones, then random ones."""
         trials = []
-        for _ in range(structures):
+        for i in range(structures):
             head = rng.uniform(size=len(self.structure))
-            trials += [self.config(np.concatenate([head, rng.uniform(size=len(self.fine))])) for _ in range(each)]
+            design = self.designs[i] if i < len(self.designs) else {}
+            for _ in range(each):
+                trial = self.config(np.concatenate([head, rng.uniform(size=len(self.fine))]))
+                trials.append({**trial, **design})
         return trials
 
     def nearby(self, rng: np.random.Generator, parent: Config, count: int, spread: float = 0.12) -> list[Config]:
         """``count`` trials around a good one; every other stack also moves one structural parameter."""
         head = dict(parent)
+        known = [name for name in self.structure if name in parent]
         if rng.uniform() < 0.5:
-            name = list(self.structure)[int(rng.integers(len(self.structure)))]
+            name = known[int(rng.integers(len(known)))]
             values = self.structure[name].values
             place = values.index(parent[name]) + int(rng.choice([-1, 1]))
             head[name] = values[min(len(values) - 1, max(0, place))]
@@ -108,6 +114,8 @@ class Space:
         for _ in range(count):
             trial = dict(head)
             for name, part in self.fine.items():
+                if name not in parent:
+                    continue
                 if isinstance(part, Choice):
                     if rng.uniform() < 0.2:
                         trial[name] = part.at(rng.uniform())
@@ -115,6 +123,11 @@ class Space:
                     trial[name] = part.at(float(np.clip(part.place(parent[name]) + rng.normal(0, spread), 0, 1)))
             trials.append(trial)
         return trials
+
+
+# (width, batches, epochs) that between them cover few and many steps, narrow and wide
+_LARGE = ((16, 32, 10), (32, 16, 15), (8, 16, 15), (32, 32, 15), (16, 8, 15), (8, 32, 7))
+_SMALL = ((16, 8, 30), (32, 4, 30), (8, 12, 20), (8, 4, 20), (32, 12, 30), (16, 2, 20))
 
 
 def our_space(method: str, records: int, group_norm: bool = False) -> Space:
@@ -126,9 +139,8 @@ def our_space(method: str, records: int, group_norm: bool = False) -> Space:
         group_norm: Whether groups and α are searched as well.
     """
     small = records < 5000
-    widths = (8, 16, 32) if group_norm else (4, 8, 16, 32)
     structure: dict[str, Choice] = {
-        "width": Choice(widths),
+        "width": Choice((8, 16, 32)),
         "batches": Choice((2, 4, 8, 12) if small else (4, 8, 16, 32)),  # per epoch: b = n/batches
         "epochs": Choice((8, 12, 20, 30) if small else (4, 7, 10, 15)),
     }
@@ -156,7 +168,15 @@ def our_space(method: str, records: int, group_norm: bool = False) -> Space:
         fine |= loss | radius | {"clip": Range(0.05, 2.0), "ratio": Range(0.4, 2.5)}
     elif method != "non-private":
         raise WeightclipError(f"no search space for {method!r}: choose one of {', '.join(PRIVATE)}, non-private")
-    return Space(structure, fine)
+    designs = tuple(
+        {
+            **dict(zip(("width", "batches", "epochs"), shape, strict=True)),
+            **({"allocation": ("adam", "equal")[i % 2]} if "allocation" in structure else {}),
+            **({"groups": (4, 2, 8)[i % 3]} if group_norm else {}),
+        }
+        for i, shape in enumerate(_SMALL if small else _LARGE)
+    )
+    return Space(structure, fine, designs)
 
 
 def paper_space(method: str, group_norm: bool = False) -> Space:

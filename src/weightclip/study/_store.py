@@ -146,7 +146,8 @@ class Store:
                     "SELECT key, value, checksum, owner, claimed FROM runs WHERE hash = ?", (digest,)
                 ).fetchone()
                 busy = row is not None and row[1] is None and row[3] != self.owner and row[4] is not None
-                if _read(row[:3] if row else None, text) is not None or (busy and row[4] > time.time() - self.lapse):
+                alive = busy and row is not None and row[4] > time.time() - self.lapse
+                if _read(row[:3] if row else None, text) is not None or alive:
                     taken.append(False)
                     continue
                 db.execute(

@@ -95,7 +95,9 @@ def tightness(
     return Tightness(np.array([s for s, _ in rows], dtype=float), *(values[:, i] for i in range(9)))
 
 
-def _measure(engine: wc.PrivacyEngine, model: MLP, inputs, targets, loss, bounds: wc.Bounds) -> list[list[float]]:
+def _measure(
+    engine: wc.PrivacyEngine, model: torch.nn.Module, inputs, targets, loss, bounds: wc.Bounds
+) -> list[list[float]]:
     """The nine rows of :class:`Tightness` at the present weights, by a forward and backward pass written out."""
     layers = [(path, m) for path, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     with torch.no_grad():

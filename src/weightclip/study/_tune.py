@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -131,9 +131,9 @@ def tune(
 
 
 def _sobol(dimension: int, count: int, seed: int) -> np.ndarray:
-    from scipy.stats import qmc
+    from torch.quasirandom import SobolEngine
 
-    return qmc.Sobol(dimension, seed=np.random.default_rng(seed)).random(2 ** math.ceil(math.log2(count)))[:count]
+    return SobolEngine(dimension, scramble=True, seed=seed).draw(count).numpy()
 
 
 def _propose(points: Sequence[np.ndarray], done: Sequence[Trial], count: int, seed: int) -> list[np.ndarray]:
@@ -162,11 +162,11 @@ def _propose(points: Sequence[np.ndarray], done: Sequence[Trial], count: int, se
         floor = [float(Y[:, 0].quantile(0.25)), -math.log(EPSILON_CEILING)]
         acquisition = qLogNoisyExpectedHypervolumeImprovement(
             model=model, ref_point=floor, X_baseline=X, prune_baseline=True,
-            sampler=SobolQMCNormalSampler(torch.Size([64]), seed=seed),
+            sampler=SobolQMCNormalSampler(torch.Size([32]), seed=seed),
         )  # fmt: skip
         bounds = torch.stack([torch.zeros(X.shape[1]), torch.ones(X.shape[1])]).double()
         found, _ = optimize_acqf(
-            acquisition, bounds, q=count, num_restarts=4, raw_samples=64, sequential=True, options={"maxiter": 60}
+            acquisition, bounds, q=count, num_restarts=2, raw_samples=32, sequential=True, options={"maxiter": 40}
         )
     return [u for u in found.clamp(0, 1 - 1e-9).numpy()]
 
@@ -297,7 +297,7 @@ def accounted_search(
     )
 
 
-def plot_pareto(path: str | Path, fronts: dict[str, Sequence[Trial]], title: str = "") -> Path:
+def plot_pareto(path: str | Path, fronts: Mapping[str, Sequence[Trial]], title: str = "") -> Path:
     """Every trial a dot, the Pareto front of each method a staircase."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
