@@ -79,7 +79,7 @@ class Run:
 
     def train(self, passes: int = 1, forward: Callable[[Tensor], Tensor] | None = None) -> Run:
         """The loop of the README."""
-        call = forward or self.model
+        call = self.model if forward is None else forward
         for _ in range(passes):
             for x, y in self.loader:
                 self.optimizer.zero_grad()
