@@ -18,6 +18,10 @@ from weightclip.factors import is_plain
 _HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "Squeeze", "Unsqueeze", "Transpose", "T",
           "Permute", "Select", "Slice")  # fmt: skip
+# where the model ends: the wall; in a compiled model its graph, or a private layer that broke the graph
+_ENDS = {"_WallBackward", "CompiledFunctionBackward", "_StashBackward"} | {
+    f"Eager{kind}FunctionBackward" for kind in ("Dense", "Conv", "Affine", "Embedding")
+}
 
 
 def project_records(x: Tensor, radius: float, detach: bool = False) -> Tensor:
@@ -144,7 +148,7 @@ def _source(node: Any) -> Any:
     """The wall or compiled graph from which a tensor descends by views alone; None after any other operation."""
     while node is not None:
         name = type(node).__name__
-        if name in ("_WallBackward", "CompiledFunctionBackward"):
+        if name in _ENDS:
             return node
         if name.split("Backward")[0] not in _VIEWS:
             return None
