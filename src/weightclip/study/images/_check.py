@@ -1,4 +1,4 @@
-"""Tries to break a trained head's sensitivities: one record's exact contribution against Delta_k, alone and in a sum."""
+"""Tries to break a trained head's sensitivities: a record's exact contribution against Delta_k, alone and in a sum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightclip.study.images._product import Features
 def largest_shares(trainer: HeadTrainer, records: int = 48, seed: int = 0) -> dict[str, float]:
     """Largest contribution found, as a share of what the noise was scaled to; above 1 the run is not private.
 
-    Tries real records with their labels and with every wrong label the model finds least likely (the largest loss), each
+    Tries real records with their own labels and with the label the model finds least likely (the largest loss), each
     alone, and each as the difference of two sums over a batch that differ by that record (rounding included).
 
     Returns:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weightclip.errors import WeightclipError
 from weightclip.study.data import load_images
 from weightclip.study.images._check import largest_shares
 from weightclip.study.images._features import FeatureMap, FeatureSettings
@@ -42,14 +43,21 @@ CANDIDATES: dict[str, tuple[FeatureSettings, tuple[dict[str, Any], ...]]] = {
     ),
     "mnist": (FeatureSettings(), ({"whiten": 1.0}, {"patches": 512, "whiten": 1.0, "root": True}, {"pool": 5})),
 }  # fmt: skip
+# Linear heads by which features are compared: epsilon -> steps, B, learning rates.
+_PROBES = {
+    1.0: (300, 0.2, (0.03, 0.06)),
+    2.0: (500, 0.25, (0.03, 0.06)),
+    3.0: (600, 0.3, (0.03, 0.06)),
+    8.0: (1000, 0.4, (0.03,)),
+}
 
 
 @dataclass
 class ImageStudy:
     """One data set: features, search, final runs.
 
-    Formal guarantees: of each *final run*, its epsilon by PLD for adding or removing one record, given its settings. The
-    choice of settings on the validation split is not charged, as usual in this literature; the report says so.
+    Formal guarantees: of each *final run*, its epsilon by PLD for adding or removing one record, given its settings.
+    The choice of settings on the validation split is not charged, as usual in this literature; docs/images.md says so.
     """
 
     dataset: str
@@ -91,7 +99,9 @@ class ImageStudy:
         features = FeatureMap(settings, tuple(self.images.shape[1:]), self.device).encode(self.images, self.labels)
         return features.subset(self.fit_rows), features.subset(self.val_rows)
 
-    def trial(self, fit: Features, val: Features, settings: HeadSettings, epsilon: float | None, seed: int = 0) -> float:
+    def trial(
+        self, fit: Features, val: Features, settings: HeadSettings, epsilon: float | None, seed: int = 0
+    ) -> float:
         """Validation accuracy of one run."""
         sigma = self.noise.get(epsilon, len(fit), min(settings.batch, len(fit)), settings.steps)
         return HeadTrainer(fit, settings, sigma, seed).fit().accuracy(val)
@@ -112,14 +122,14 @@ class ImageStudy:
     def _feature_score(self, settings: FeatureSettings) -> float:
         fit, val = self.split(settings)
         accuracies = []
-        for epsilon, steps in zip(self.levels, (300, 500, 600) if self.levels[-1] < 8 else (300, 600, 1000), strict=True):
-            cap = {1.0: 0.2, 2.0: 0.25, 3.0: 0.3, 8.0: 0.4}[epsilon]
-            rates = (0.03, 0.06) if epsilon < 8 else (0.03,)
+        for epsilon in self.levels:
+            steps, cap, rates = _PROBES[epsilon]
             heads = [HeadSettings(hidden=0, steps=steps, loss_cap=cap, learning_rate=r) for r in rates]
             accuracies.append(max(self.trial(fit, val, head, epsilon) for head in heads))
         score = statistics.fmean(accuracies)
         self._note(stage="features", settings=settings.to_dict(), score=score, accuracies=accuracies, width=fit.width)
-        torch.cuda.empty_cache() if self.device == "cuda" else None
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
         return score
 
     def cells(self) -> list[tuple[str, int, float | None]]:
@@ -191,7 +201,7 @@ class ImageStudy:
             rows.append(self.final(train, test, method, epsilon, settings, model))
             self._write(rows)
 
-    # -- files -----------------------------------------------------------------------------------------------------------
+    # -- files ---------------------------------------------------------------------------------------------------------
 
     def _note(self, *, quiet: bool = False, **entry: Any) -> None:
         entry = {"at": round(time.perf_counter() - self.started, 1), "dataset": self.dataset, **entry}
@@ -207,6 +217,14 @@ class ImageStudy:
         finals = {_key(e): e for e in (json.loads(path.read_text()) if path.exists() else [])}
         finals |= {_key(e): {k: v for k, v in e.items() if k != "at"} for e in self._log if e["stage"] == "final"}
         path.write_text(json.dumps(list(finals.values()), indent=1) + "\n")
+
+
+def chosen_features(folder: Path, dataset: str) -> FeatureSettings:
+    """The features of a data set's results in ``folder``."""
+    path = Path(folder) / f"{dataset}.json"
+    if not path.exists():
+        raise WeightclipError(f"no results of {dataset!r} in {folder}: run without --keep-features first")
+    return FeatureSettings(**json.loads(path.read_text())[0]["features"])
 
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:

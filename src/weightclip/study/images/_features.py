@@ -1,4 +1,4 @@
-"""Fixed feature maps: images in, unit-norm records on an integer grid out. Nothing here is learned from private data."""
+"""Fixed feature maps: images in, unit-norm records on an integer grid out. Nothing is learned from private data."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ class PatchFeatures(nn.Module):
 class FeatureMap(nn.Module):
     """Images (uint8) to unit-norm records.
 
-    Formal guarantees: every output has l2 norm at most 1 and depends on its own image alone; the map itself is made from
-    ``settings`` and synthetic pictures, so it is public.
+    Formal guarantees: every output has l2 norm at most 1 and depends on its own image alone; the map itself is made
+    from ``settings`` and synthetic pictures, so it is public.
     """
 
     def __init__(self, settings: FeatureSettings, shape: tuple[int, ...], device: torch.device | str = "cpu") -> None:

@@ -23,7 +23,7 @@ MODES = {
 SUBJECTS = {"convnet": ("mnist", 60_000, (256, 1024, 4096)), "wrn-16-4": ("cifar10", 50_000, (256, 1024, 2048))}
 
 
-def runtime(
+def run(
     out: Path,
     device: str = "cpu",
     *,

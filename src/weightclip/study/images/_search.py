@@ -8,7 +8,13 @@ from collections.abc import Callable
 
 from weightclip.study.images._settings import HeadSettings
 
-STEPS = {1.0: (200, 300, 500), 2.0: (300, 500, 800), 3.0: (400, 600, 1000), 8.0: (600, 1000, 1500)}
+STEPS: dict[float | None, tuple[int, ...]] = {
+    1.0: (200, 300, 500),
+    2.0: (300, 500, 800),
+    3.0: (400, 600, 1000),
+    8.0: (600, 1000, 1500),
+    None: (500, 1000),  # not private
+}
 BATCHES = (4096, 8192)
 
 
@@ -17,7 +23,7 @@ def _common(rng: random.Random, epsilon: float | None, hidden: int) -> dict:
     return {
         "hidden": hidden,
         "batch": rng.choice(BATCHES),
-        "steps": rng.choice(STEPS[epsilon] if epsilon is not None else (500, 1000)),
+        "steps": rng.choice(STEPS[epsilon]),
         "learning_rate": _log(rng, low, high),
         "average": rng.choice((0.9, 0.95, 0.98)),
         "bias_scale": rng.choice((0.1, 0.2, 0.3)),
@@ -69,9 +75,7 @@ METHODS = tuple(_SPACES)
 def proposals(method: str, hidden: int, epsilon: float | None, trials: int, seed: int = 0) -> list[HeadSettings]:
     """``trials`` settings drawn from the method's space; the seed alone decides them."""
     rng = random.Random(f"{method}/{hidden}/{epsilon}/{seed}")
-    return [
-        HeadSettings(**{**_common(rng, epsilon, hidden), **_SPACES[method](rng, hidden)}) for _ in range(trials)
-    ]
+    return [HeadSettings(**{**_common(rng, epsilon, hidden), **_SPACES[method](rng, hidden)}) for _ in range(trials)]
 
 
 def noise_points(records: int, epsilons: tuple[float, ...]) -> list[tuple[float, int, int, int]]:

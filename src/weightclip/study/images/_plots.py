@@ -1,0 +1,109 @@
+"""The figures of the image study, drawn from its tables alone."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
+# Published results without extra data at delta = 1e-5, as (label, epsilon, accuracy).
+PUBLISHED: dict[str, tuple[tuple[str, float, float], ...]] = {
+    "mnist": (("best published", 1.2, 98.1), ("best published", 2, 98.5), ("best published", 3, 98.7)),
+    "fashion_mnist": (("best published", 3, 89.7),),
+    "cifar10": (
+        ("De et al. 2022", 1, 56.8), ("De et al. 2022", 2, 65.9), ("De et al. 2022", 3, 70.7),
+        ("De et al. 2022", 8, 81.4), ("Tramèr & Boneh 2021", 2, 67.2), ("Tramèr & Boneh 2021", 3, 69.3),
+        ("DP-RandP 2023", 1, 72.3), ("lip-dp 2024", 2, 35.1), ("lip-dp 2024", 3, 36.5), ("lip-dp 2024", 8, 41.5),
+    ),
+}  # fmt: skip
+# Method -> (label, colour, marker); the same colour means the same method in every panel.
+STYLES = {
+    "lip-weights": ("weights only", "#0072B2", "o"),
+    "lip-factors": ("both factors bounded", "#009E73", "s"),
+    "caps": ("capped products", "#CC79A7", "^"),
+    "fix-lip": ("Fix-Lip", "#E69F00", "v"),
+    "dp-sgd": ("DP-SGD", "#555555", "D"),
+}
+_MARKS = {"best published": "*", "De et al. 2022": "*", "Tramèr & Boneh 2021": "P", "DP-RandP 2023": "X",
+          "lip-dp 2024": "p"}  # fmt: skip
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    with Path(path).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def accuracy_figure(table: Path, out: Path) -> Path:
+    """Accuracy against epsilon: median and standard error of every method and head, published results as points."""
+    plt, rows = _pyplot(), _read(table)
+    sets = [d for d in TITLES if any(r["dataset"] == d for r in rows)]
+    figure, axes = plt.subplots(1, len(sets), figsize=(4.6 * len(sets), 4.6), squeeze=False, layout="constrained")
+    handles: dict[str, Any] = {}
+    for axis, dataset in zip(axes[0], sets, strict=True):
+        for head, line in (("linear", "-"), ("mlp", "--")):
+            for method, (label, colour, marker) in STYLES.items():
+                points = sorted(
+                    (float(r["epsilon"]), float(r["median"]), float(r["sem"] or 0))
+                    for r in rows
+                    if r["dataset"] == dataset and r["method"] == method and f"+{head}" in r["model"]
+                )
+                if points:
+                    x, y, error = zip(*points, strict=True)
+                    name = f"{label}, {'linear head' if head == 'linear' else 'hidden layer'}"
+                    style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 5, "capsize": 2}
+                    handles.setdefault(name, axis.errorbar(x, y, error, **style))
+        best = [float(r["median"]) for r in rows if r["dataset"] == dataset and r["method"] == "non-private"]
+        if best:
+            name = "not private, same features"
+            handles.setdefault(name, axis.axhline(max(best), color="#999999", linewidth=1, linestyle=":"))
+        lowest = min(float(r["median"]) for r in rows if r["dataset"] == dataset)
+        for label, epsilon, accuracy in PUBLISHED[dataset]:
+            mark = axis.scatter([epsilon], [accuracy], marker=_MARKS[label], s=60, zorder=5, color="black",
+                                facecolors="none" if _MARKS[label] == "p" else "black", linewidths=1)  # fmt: skip
+            handles.setdefault(label, mark)
+            lowest = min(lowest, accuracy)
+        axis.set(title=TITLES[dataset], xlabel="ε  (δ = 1e-5)")
+        axis.set_xticks(sorted({float(r["epsilon"]) for r in rows if r["dataset"] == dataset} - {float("inf")}))
+        axis.grid(alpha=0.25)
+    axes[0][0].set_ylabel("test accuracy, %")
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.savefig(out, dpi=150)
+    plt.close(figure)
+    return out
+
+
+def runtime_figure(table: Path, out: Path) -> Path:
+    """Seconds per epoch and peak memory against logical batch size."""
+    plt, rows = _pyplot(), _read(table)
+    models = sorted({(r["dataset"], r["model"]) for r in rows}, key=lambda m: m[1])
+    figure, axes = plt.subplots(2, len(models), figsize=(4.6 * len(models), 6), squeeze=False, layout="constrained")
+    for column, (dataset, model) in enumerate(models):
+        mine = [r for r in rows if r["model"] == model]
+        for mode in dict.fromkeys(r["mode"] for r in mine):
+            for axis, field in zip(axes[:, column], ("seconds_per_epoch", "peak_gib"), strict=True):
+                points = sorted((int(r["batch"]), float(r[field])) for r in mine if r["mode"] == mode and r[field])
+                if points:
+                    axis.plot(*zip(*points, strict=True), marker="o", label=mode)
+        axes[0, column].set(title=f"{model} on {TITLES[dataset]}", xscale="log", yscale="log")
+        axes[1, column].set(xlabel="logical batch size", xscale="log", yscale="log")
+        for axis in axes[:, column]:
+            sizes = sorted({int(r["batch"]) for r in mine})
+            axis.set_xticks(sizes, [str(s) for s in sizes])
+            axis.minorticks_off()
+            axis.grid(alpha=0.25)
+    axes[0, 0].set_ylabel("seconds per epoch")
+    axes[1, 0].set_ylabel("peak memory, GiB")
+    axes[0, -1].legend(frameon=False, fontsize=8)
+    figure.savefig(out, dpi=150)
+    plt.close(figure)
+    return out

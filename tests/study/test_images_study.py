@@ -1,0 +1,228 @@
+"""Feature maps, the driver on tiny sets, the commands and the figures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import weightclip as wc
+from weightclip.accounting import Mechanism, epsilon
+from weightclip.cli import _images
+from weightclip.study.images import FeatureMap, FeatureSettings, ImageStudy, _experiment, _search
+from weightclip.study.images._engine import audit_results
+from weightclip.study.images._experiment import COLUMNS, chosen_features, merge_rows
+from weightclip.study.images._noise import NoiseTable
+from weightclip.study.images._plots import accuracy_figure, runtime_figure
+from weightclip.study.images._runtime import COLUMNS as RUNTIME_COLUMNS
+from weightclip.study.images._synthetic import dead_leaves
+
+MAPS = {
+    "scattering": FeatureSettings(),
+    "white": FeatureSettings(whiten=1.0, opponent=True),
+    "patches": FeatureSettings(scattering=0.0, patches=8, whiten=0.5, flip=True),
+    "both": FeatureSettings(patches=8, root=True, pool=2),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_pictures():
+    """Synthetic statistics from few pictures: the tests ask for properties, not for accuracy."""
+    from weightclip.study.images import _features
+
+    whole = _features.dead_leaves
+    _features.dead_leaves = lambda count, *args, **kwargs: whole(min(count, 24), *args, **kwargs)
+    yield
+    _features.dead_leaves = whole
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("shape", [(28, 28), (32, 32, 3)])
+def test_features_are_unit_vectors_of_their_own_image(name: str, shape: tuple[int, ...]) -> None:
+    images = torch.randint(0, 256, (4, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images[3] = 7  # a constant image must not become NaN
+    feature_map = FeatureMap(MAPS[name], shape)
+    out = feature_map(images)
+    assert torch.isfinite(out).all() and float(out.norm(dim=1).max()) <= 1 + 1e-5
+    assert float(out[:3].norm(dim=1).min()) > 0.99
+    changed = images.clone()
+    changed[0] = 255 - changed[0]
+    assert torch.allclose(feature_map(changed)[1:], out[1:], atol=1e-6)  # records are never mixed
+    if MAPS[name].flip:
+        assert torch.allclose(feature_map(images.flip(2)), out, atol=1e-5)
+    data = feature_map.encode(images, torch.zeros(4), chunk=3)
+    assert len(data) == 4 and float((data.codes.double().norm(dim=1) * data.scale).max()) <= 1
+
+
+def test_the_map_is_public() -> None:
+    shape = (28, 28)
+    one, other = (FeatureMap(MAPS["both"], shape) for _ in range(2))
+    images = torch.randint(0, 256, (2, *shape), dtype=torch.uint8)
+    assert torch.equal(one(images), other(images))  # made from settings and synthetic pictures alone
+
+
+def test_dead_leaves_are_pictures() -> None:
+    images = dead_leaves(6, 16, 3, seed=1)
+    assert images.shape == (6, 3, 16, 16) and float(images.min()) >= 0 and float(images.max()) <= 1
+    assert float(images.flatten(1).std(1).min()) > 0.02 and not torch.equal(images[0], images[1])
+    assert torch.equal(images, dead_leaves(6, 16, 3, seed=1)) and not torch.equal(images, dead_leaves(6, 16, 3, seed=2))
+
+
+def test_the_noise_table_keeps_its_promise(tmp_path: Path) -> None:
+    table = NoiseTable(tmp_path / "noise.json")
+    sigma = table.get(2.0, 1000, 100, 50)
+    table.save()
+    again = NoiseTable(tmp_path / "noise.json")
+    assert again.values == {"2/1000/100/50": sigma} and again.check(2.0, 1000, 100, 50) <= 2.0
+    assert epsilon([Mechanism("gaussian", sigma, 0.1, 50)], 1e-5) == pytest.approx(2.0, rel=1e-3)
+    again.values["2/1000/100/50"] = sigma * 0.9
+    with pytest.raises(ValueError, match="exceeds"):
+        again.check(2.0, 1000, 100, 50)
+    assert again.get(None, 1000, 100, 50) == 0.0
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def fake_images(name: str, part: str) -> tuple[np.ndarray, np.ndarray]:
+    """Ten kinds of pictures that differ in the place of a bright bar, with noise."""
+    rng = np.random.default_rng(0 if part == "train" else 1)
+    labels = rng.integers(0, 10, 300).astype(np.uint8)
+    images = rng.integers(0, 60, (300, 28, 28)).astype(np.uint8)
+    for image, label in zip(images, labels, strict=True):
+        image[2 * label + 3 : 2 * label + 7] += 180
+    return images, labels
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_experiment, "load_images", fake_images)
+    monkeypatch.setattr(_search, "STEPS", {1.0: (6,), 2.0: (6,), 3.0: (6, 12), None: (60,)})
+    monkeypatch.setattr(_search, "BATCHES", (100,))
+    monkeypatch.setattr(_experiment, "_PROBES", {3.0: (6, 0.3, (0.05,))})
+    monkeypatch.setitem(_experiment.CANDIDATES, "mnist", (FeatureSettings(), ({"groups": 9},)))
+
+
+def test_the_driver_chooses_on_validation_and_tests_once(
+    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested = []
+    real = ImageStudy.final
+
+    def final(self: ImageStudy, train, test, *args):
+        tested.append((len(train), len(test)))
+        return real(self, train, test, *args)
+
+    monkeypatch.setattr(ImageStudy, "final", final)
+    monkeypatch.setattr(ImageStudy, "_feature_score", lambda self, s: -float(s.groups))
+    study = ImageStudy(
+        "mnist", tmp_path, trials=2, seeds=2, hidden=8, epsilons=(3.0,), limit=200, linear_methods=("lip-weights",),
+        say=lambda line: None,
+    )  # fmt: skip
+    assert not set(study.fit_rows.tolist()) & set(study.val_rows.tolist())
+    study.run()
+    rows = table(tmp_path / "accuracy.csv")
+    assert tuple(rows[0]) == COLUMNS and len(rows) == 7 and tested == [(200, 200)] * 7
+    assert {r["method"] for r in rows} == set(_search.METHODS) and {r["device"] for r in rows} == {"cpu"}
+    entries = json.loads((tmp_path / "mnist.json").read_text())
+    for entry in entries:
+        assert entry["features"]["groups"] == 9 and len(entry["accuracies"]) == 2
+        if entry["epsilon"] == "inf":
+            assert entry["sigma"] == 0 and entry["shares"] is None
+        else:
+            assert entry["spent"] <= 3.0 and max(entry["shares"].values()) <= 1 + 1e-9
+            q = min(1.0, entry["settings"]["batch"] / entry["records"])
+            spent = epsilon([Mechanism("gaussian", entry["sigma"], q, entry["settings"]["steps"])], 1e-5)
+            assert spent == pytest.approx(entry["spent"])
+    assert chosen_features(tmp_path, "mnist").groups == 9
+    best = max(float(r["median"]) for r in rows if r["method"] == "non-private")
+    assert best > 50  # the pictures are easy
+    assert accuracy_figure(tmp_path / "accuracy.csv", tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_features_are_scored_by_private_runs(tmp_path: Path, tiny: None) -> None:
+    study = ImageStudy("mnist", tmp_path, limit=100, epsilons=(3.0,), say=lambda line: None)
+    assert 0 <= study._feature_score(FeatureSettings()) <= 100
+    with pytest.raises(wc.WeightclipError, match="no results"):
+        chosen_features(tmp_path, "cifar10")
+
+
+def test_rows_replace_only_their_own_kind(tmp_path: Path) -> None:
+    row = dict.fromkeys(COLUMNS, "1") | {"dataset": "mnist", "model": "m", "method": "caps", "median": "50"}
+    merge_rows(tmp_path / "t.csv", [row, row | {"epsilon": "inf"}])
+    merge_rows(tmp_path / "t.csv", [row | {"median": "60"}, row | {"dataset": "cifar10"}])
+    rows = table(tmp_path / "t.csv")
+    assert [(r["dataset"], r["epsilon"], r["median"]) for r in rows] == [
+        ("cifar10", "1", "50"), ("mnist", "1", "60"), ("mnist", "inf", "50")
+    ]  # fmt: skip
+
+
+def reproduce() -> typer.Typer:
+    app = typer.Typer()
+    _images.register(app)
+    return app
+
+
+def test_images_command(tmp_path: Path, tiny: None) -> None:
+    options = ["images", "--out", str(tmp_path), "--datasets", "mnist", "--methods", "dp-sgd", "--linear", "dp-sgd",
+               "--trials", "1", "--seeds", "1", "--hidden", "4", "--limit", "200", "--device", "cpu"]  # fmt: skip
+    assert CliRunner().invoke(reproduce(), [*options, "--methods", "magic"]).exit_code == 2
+    (tmp_path / "mnist.json").write_text(json.dumps([{"features": FeatureSettings().to_dict(), **old_entry()}]))
+    result = CliRunner().invoke(reproduce(), [*options, "--keep-features", "--json"])
+    assert result.exit_code == 0, result.output
+    files = json.loads(result.stdout)["files"]
+    assert all(Path(f).exists() for f in files)
+    rows = table(tmp_path / "accuracy.csv")
+    assert len(rows) == 6 and {r["seeds"] for r in rows} == {"1"}
+
+
+def old_entry() -> dict[str, str]:
+    return {"dataset": "mnist", "model": "old", "method": "caps", "epsilon": "1"}
+
+
+def test_runtime_command(tmp_path: Path) -> None:
+    options = ["runtime", "--out", str(tmp_path), "--models", "convnet", "--batches", "4", "--modes",
+               "plain,weightclip", "--seconds", "0.01", "--device", "cpu"]  # fmt: skip
+    result = CliRunner().invoke(reproduce(), options)
+    assert result.exit_code == 0, result.output
+    rows = table(tmp_path / "runtime.csv")
+    assert tuple(rows[0]) == RUNTIME_COLUMNS and [r["mode"] for r in rows] == ["plain", "weightclip"]
+    assert all(float(r["seconds_per_epoch"]) > 0 for r in rows)
+    assert runtime_figure(tmp_path / "runtime.csv", tmp_path / "r.png").exists()
+    assert CliRunner().invoke(reproduce(), ["runtime", "--batches", "x"]).exit_code == 2
+
+
+def test_every_result_is_audited(tmp_path: Path) -> None:
+    settings = _search.proposals("caps", 8, 1.0, 1)[0].to_dict()
+    entry = old_entry() | {"settings": settings, "shares": {"alone": 0.9}, "stage": "final"}
+    (tmp_path / "mnist.json").write_text(json.dumps([entry, entry | {"shares": None}]))
+    rows = audit_results(tmp_path)
+    assert len(rows) == 1 and rows[0]["falsifier"] <= 1 + 1e-6 and rows[0]["one_step"] <= 1 + 1e-6
+    assert json.loads((tmp_path / "audit.json").read_text()) == rows
+
+
+def test_committed_results_are_private_and_audited() -> None:
+    folder = Path(__file__).resolve().parents[2] / "results" / "images"
+    rows = table(folder / "accuracy.csv")
+    audited = {tuple(r[k] for k in ("dataset", "model", "method", "epsilon")): r
+               for r in json.loads((folder / "audit.json").read_text())}  # fmt: skip
+    for row in rows:
+        assert tuple(row) == COLUMNS and row["device"] == "NVIDIA H200" and int(row["seeds"]) == 5
+        if math.isinf(float(row["epsilon"])):
+            continue
+        found = audited[tuple(row[k] for k in ("dataset", "model", "method", "epsilon"))]
+        assert max(v for k, v in found.items() if isinstance(v, float)) <= 1 + 1e-6, found
+    entries = [
+        e for name in ("mnist", "fashion_mnist", "cifar10") for e in json.loads((folder / f"{name}.json").read_text())
+    ]
+    assert len(entries) == len(rows)
+    assert all(e["spent"] <= float(e["epsilon"]) for e in entries if e["spent"] is not None)
