@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ class Run:
 
 
 def train_many(
-    X: np.ndarray | Tensor,
+    X: np.ndarray | Tensor | Records,
     y: np.ndarray | Tensor,
     settings: Sequence[Settings],
     seeds: Sequence[int | Streams],
@@ -79,7 +80,7 @@ def train_many(
     the same draws and the same standard normals (common random numbers), as in an engine with that seed.
 
     Args:
-        X: Private records.  # records x features
+        X: Private records, in memory or looked up when drawn.  # records x features
         y: Private labels.
         settings: What to train.
         seeds: Seeds for experiments, or the streams of a run. Secure streams serve one setting only.
@@ -143,21 +144,46 @@ def logits(runs: Sequence[Run], X: np.ndarray | Tensor, chunk: int = 1 << 16) ->
     return torch.stack(result)
 
 
+class Records(Protocol):
+    """Records that are looked up when they are drawn, for tables that do not fit into memory as features."""
+
+    shape: tuple[int, int]
+
+    def rows(self, index: np.ndarray) -> np.ndarray:
+        """Features of some records; row i depends on record index[i] alone.  # records -> records x features"""
+        ...
+
+
 class _Data:
-    """Records on the device: float32 rows, their squared norms, labels, and which of them each seed may draw."""
+    """Records, their labels, and which of them each seed may draw."""
 
     def __init__(self, X, y, objective: Objective, subsets, seeds: int, device: torch.device) -> None:
-        x = torch.as_tensor(X).to(device=device, dtype=torch.float32)
-        if x.dim() != 2 or len(x) == 0 or len(x) != len(y):
-            raise WeightclipError(f"train_many: X must be records x features and y as long, got {tuple(x.shape)}.")
-        finite = torch.isfinite(x).all(1, keepdim=True)
-        self.x = torch.where(finite, x, torch.zeros((), device=device))
-        self.square = torch.cat([part.double().square().sum(1) for part in self.x.split(1 << 14)])
+        self.device = device
+        self.lazy: Records | None = X if hasattr(X, "rows") else None
+        if self.lazy is None:
+            x = torch.as_tensor(X).to(device=device, dtype=torch.float32)
+            if x.dim() != 2:
+                raise WeightclipError(f"train_many: X must be records x features, got shape {tuple(x.shape)}.")
+            self.x = _clean(x)
+            self.square = torch.cat([_square(part) for part in self.x.split(1 << 14)]) if len(x) else x.sum(1)
+        self.shape = (int(X.shape[0]), int(X.shape[1]))
         self.y = objective.labels(y).to(device)
+        if self.shape[0] == 0 or self.y.shape != (self.shape[0],):
+            raise WeightclipError(f"train_many: {self.shape[0]} records and labels of shape {tuple(self.y.shape)}.")
         if subsets is not None and (len(subsets) != seeds or len({len(rows) for rows in subsets}) != 1):
             raise WeightclipError("train_many: subsets must be as many as seeds, and of one length.")
         self.subsets = None if subsets is None else [np.asarray(rows, dtype=np.int64) for rows in subsets]
-        self.n = len(x) if self.subsets is None else len(self.subsets[0])
+        self.n = self.shape[0] if self.subsets is None else len(self.subsets[0])
+
+    def look_up(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Drawn records in float64 and their squared norms.  # seeds x rows -> seeds x rows x features, seeds x rows"""
+        if self.lazy is not None:
+            flat = torch.from_numpy(self.lazy.rows(index.flatten().cpu().numpy())).to(self.device, torch.float32)
+            x = _clean(flat)
+            square = _square(x)
+        else:
+            x, square = self.x.index_select(0, index.flatten()), self.square[index.flatten()]
+        return x.view(*index.shape, -1).double(), square.view(index.shape)
 
     def draw(self, streams: Sequence[Streams], q: float, step: int) -> tuple[Tensor, Tensor | None]:
         """Record numbers of one draw per seed, padded to one length, and which of them count."""
@@ -169,11 +195,20 @@ class _Data:
         padded = np.zeros((len(drawn), width), dtype=np.int64)
         for s, rows in enumerate(drawn):
             padded[s, : len(rows)] = rows
-        index = torch.from_numpy(padded).to(self.x.device)
+        index = torch.from_numpy(padded).to(self.device)
         if all(len(rows) == width for rows in drawn):
             return index, None
         counts = torch.tensor([len(rows) for rows in drawn], device=index.device)
         return index, torch.arange(width, device=index.device) < counts[:, None]
+
+
+def _clean(x: Tensor) -> Tensor:
+    """Records with a non-finite entry become zeros: never stop on data."""
+    return torch.where(torch.isfinite(x).all(1, keepdim=True), x, torch.zeros((), device=x.device))
+
+
+def _square(x: Tensor) -> Tensor:
+    return x.double().square().sum(1)
 
 
 class _Stack:
@@ -181,12 +216,12 @@ class _Stack:
 
     def __init__(self, data: _Data, settings: list[Settings], streams: list[Streams], objective: Objective) -> None:
         self.data, self.settings, self.streams, self.objective = data, settings, streams, objective
-        self.device = data.x.device
+        self.device = data.device
         first = settings[0]
         self.q, self.steps, self.b = first.sample_rate(data.n), first.steps(data.n), float(first.batch)
         if self.q == 1:
             self.b = float(data.n)
-        self.sizes = [data.x.shape[1], *first.hidden, objective.outputs]
+        self.sizes = [data.shape[1], *first.hidden, objective.outputs]
         self.layers = len(self.sizes) - 1
         self.joint = first.joint_cap is not None
         self.sigma, self.noisy = self.vector(0.0 for _ in settings), False
@@ -299,8 +334,8 @@ class _Stack:
         """G: sums over the drawn records of their gradients with bounded factors.  # seeds x settings x dimension"""
         seeds, rows = index.shape
         runs = len(self.settings)
-        x = self.data.x.index_select(0, index.flatten()).view(seeds, rows, -1).double()  # the same for all settings
-        square = self.data.square[index][:, None, :]  # seeds x 1 x rows
+        x, square = self.data.look_up(index)  # the same for all settings
+        square = square[:, None, :]  # seeds x 1 x rows
         # A projected record is a multiple of it: the factor is applied to what comes out of the first layer.
         shrink = (self.input_radius[:, None] / square.sqrt().clamp(min=1e-300)).clamp(max=1.0)  # seeds x runs x rows
         w, b = self.params[0]

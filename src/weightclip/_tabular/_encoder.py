@@ -1,0 +1,266 @@
+"""From raw values to the features of a network: quantile pieces for numbers, one place per category."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weightclip._streams import Streams
+from weightclip.accounting import Mechanism
+from weightclip.errors import WeightclipError
+
+from ._columns import BUCKETS, Column
+from ._private import Forest, frequent_buckets, mixed_grid, ranges
+from ._table import BLOCK, Table
+
+_LEVELS, _FEW_LEVELS = 8, 5  # trees that find quantiles have 2^8 leaves, or 2^5 where the noise is large
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A numeric column: how far the value has come through each of K consecutive intervals, each in [−1, 1]/√K.
+
+    With one interval this is ordinary scaling; with more, a linear model on top is piecewise linear in the column. A
+    missing value gives zeros, and 1 in a feature of its own where `missing` is set.
+    """
+
+    edges: tuple[float, ...]
+    missing: bool = False
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+        return len(self.edges) - 1 + self.missing
+
+    def write(self, x: np.ndarray, out: np.ndarray) -> None:
+        """Features of some raw values.  # rows -> rows x width"""
+        edges = np.array(self.edges)
+        present = np.isfinite(x)
+        clean = np.where(present, x, edges[0])
+        steps = np.clip((clean[:, None] - edges[:-1]) / np.diff(edges), 0.0, 1.0) * 2 - 1
+        pieces = len(edges) - 1
+        out[:, :pieces] = np.where(present[:, None], steps / math.sqrt(pieces), 0.0)
+        if self.missing:
+            out[:, pieces] = ~present
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A categorical column: one feature for each code, 1 where it is the record's; anything else gives zeros."""
+
+    codes: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+        return len(self.codes)
+
+    def write(self, x: np.ndarray, out: np.ndarray) -> None:
+        """Features of some raw codes.  # rows -> rows x width"""
+        out[:] = 0.0
+        if not self.codes:
+            return
+        codes = np.array(self.codes)
+        clean = np.where(np.isfinite(x), x, -1).astype(np.int64)
+        place = np.minimum(np.searchsorted(codes, clean), len(codes) - 1)
+        hit = codes[place] == clean
+        out[np.flatnonzero(hit), place[hit]] = 1.0
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A fitted encoder: one part for each column.
+
+    Formal guarantees:
+        Each row of `transform` depends on its own record and on the parts alone, and has l2 norm at most 1 (up to
+        √2 with features for missing values, never used by the trainer without its projection on the unit ball).
+    """
+
+    columns: tuple[Column, ...]
+    parts: tuple[Pieces | Codes, ...]
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+        return sum(part.width for part in self.parts)
+
+    def transform(self, values: np.ndarray) -> np.ndarray:
+        """Features of raw values.  # records x columns -> records x features, float32"""
+        out = np.zeros((len(values), self.width), dtype=np.float32)
+        scale = 1 / math.sqrt(max(1, len(self.parts)))
+        for start in range(0, len(values), BLOCK):
+            rows, place = np.asarray(values[start : start + BLOCK]), 0
+            for j, part in enumerate(self.parts):
+                part.write(rows[:, j], out[start : start + BLOCK, place : place + part.width])
+                place += part.width
+            out[start : start + BLOCK] *= scale
+        return out
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """A JSON-ready list, one entry for each column."""
+        entries = []
+        for column, part in zip(self.columns, self.parts, strict=True):
+            entry = column.to_json()
+            if isinstance(part, Pieces):
+                entry.update(edges=list(part.edges), missing=part.missing)
+            else:
+                entry["codes"] = list(part.codes)
+            entries.append(entry)
+        return entries
+
+    @classmethod
+    def from_json(cls, entries: Sequence[Mapping[str, Any]]) -> Encoder:
+        """The inverse of `to_json`; refuses anything that is not a plain encoder."""
+        columns, parts = [], []
+        for entry in entries:
+            extra = {"edges", "missing", "codes"}
+            columns.append(Column.from_json({k: v for k, v in entry.items() if k not in extra}))
+            if columns[-1].kind != "categorical":
+                edges = tuple(float(e) for e in entry["edges"])
+                if len(edges) < 2 or not all(math.isfinite(e) for e in edges) or np.any(np.diff(edges) <= 0):
+                    raise WeightclipError(f"pipeline: edges of column {columns[-1].name!r} must be finite and rising.")
+                parts.append(Pieces(edges, bool(entry["missing"])))
+            else:
+                codes = tuple(int(c) for c in entry["codes"])
+                if any(not 0 <= c < BUCKETS for c in codes) or list(codes) != sorted(set(codes)):
+                    raise WeightclipError(
+                        f"pipeline: codes of column {columns[-1].name!r} must be distinct and sorted."
+                    )
+                parts.append(Codes(codes))
+        return cls(tuple(columns), tuple(parts))
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What fitting an encoder gives: the encoder, what it cost, and what a report must say.
+
+    Attributes:
+        encoder: The encoder.
+        mechanisms: What was released of the private records.
+        statements: Sentences for the privacy report.
+        uncovered: What was read from the records without paying.
+    """
+
+    encoder: Encoder
+    mechanisms: tuple[Mechanism, ...] = ()
+    statements: tuple[str, ...] = ()
+    uncovered: tuple[str, ...] = ()
+
+
+def fit_private(table: Table, sigma: float, pieces: int, streams: Streams, n: int) -> Fitted:
+    """Fit an encoder with Gaussian releases that together have noise multiplier `sigma`.
+
+    Args:
+        table: The private records.
+        sigma: Noise multiplier of everything that is released here; 0 releases exact statistics (not private).
+        pieces: Number of intervals of a numeric column, at most.
+        streams: Randomness.
+        n: Public number of records.
+
+    Formal guarantees:
+        The encoder is a function of the releases listed in `mechanisms` and of public values, under adding or removing
+        one record.
+    """
+    columns = table.columns
+    unknown = [j for j, c in enumerate(columns) if c.kind == "numeric" and not c.bounded]
+    hashed = [j for j, c in enumerate(columns) if c.kind == "categorical" and c.categories is None]
+    numeric = [j for j, c in enumerate(columns) if c.kind == "numeric"]
+    # A third of the precision finds ranges where nothing is known; the rest goes to quantiles. Categories are counted
+    # with a share by their number.
+    wants = {"ranges": 0.5 * len(unknown), "categories": 1.0 * len(hashed), "quantiles": 1.0 * len(numeric)}
+    total = sum(wants.values())
+    sigmas = {name: sigma * math.sqrt(total / want) for name, want in wants.items() if want > 0}
+    mechanisms = [
+        Mechanism("gaussian", s, 1.0, 1, label=f"{name} of {count} columns")
+        for name, count in (("ranges", len(unknown)), ("categories", len(hashed)), ("quantiles", len(numeric)))
+        if (s := sigmas.get(name, 0.0)) > 0
+    ]
+    spans = {j: (float(c.low or 0), float(c.high or 0)) for j, c in enumerate(columns) if c.bounded}
+    if unknown:
+        found = ranges(table.blocks, unknown, sigmas["ranges"], streams, "table/ranges")
+        spans |= dict(zip(unknown, found, strict=True))
+    codes: dict[int, np.ndarray] = {}
+    if hashed:
+        found = frequent_buckets(table.blocks, hashed, sigmas["categories"], streams, "table/categories")
+        codes = dict(zip(hashed, found, strict=True))
+    forest = None
+    if numeric:
+        levels = _LEVELS if encoder_error(columns, sigmas["quantiles"], n) < 0.1 else _FEW_LEVELS
+        grids = [mixed_grid(*spans[j], levels) for j in numeric]
+        forest = Forest(grids, table.blocks, numeric, sigmas["quantiles"], streams, "table/quantiles")
+    parts: list[Pieces | Codes] = []
+    for j, column in enumerate(columns):
+        if column.kind == "categorical":
+            declared = range(len(column.categories or ()))
+            parts.append(Codes(tuple(int(c) for c in codes.get(j, np.array(declared)))))
+        elif forest is None or column.kind == "flag":
+            parts.append(Pieces((0.0, 1.0)))
+        else:
+            parts.append(_pieces(forest, numeric.index(j), pieces, n))
+    paid = "were estimated privately and are paid for" if sigma > 0 else "were read from private rows"
+    statements = [f"quantiles of {len(numeric)} numeric columns {paid}"] if numeric else []
+    statements += [f"ranges of {len(unknown)} numeric columns {paid}"] if unknown else []
+    statements += [f"frequent categories of {len(hashed)} columns (by hash) {paid}"] if hashed else []
+    return Fitted(Encoder(columns, tuple(parts)), tuple(mechanisms), tuple(statements))
+
+
+def fit_public(table: Table, pieces: int) -> Fitted:
+    """Fit an encoder from public ranges and categories alone; reads no record.
+
+    Raises:
+        WeightclipError: A column has no public range or categories.
+    """
+    parts: list[Pieces | Codes] = []
+    for column in table.columns:
+        if column.kind == "categorical":
+            if column.categories is None:
+                raise WeightclipError(f"column {column.name!r} has no public categories: declare them in the schema.")
+            parts.append(Codes(tuple(range(len(column.categories)))))
+        elif column.kind == "flag":
+            parts.append(Pieces((0.0, 1.0)))
+        elif not column.bounded:
+            raise WeightclipError(f"column {column.name!r} has no public range: give feature_bounds or a schema.")
+        else:
+            low, high = float(column.low or 0), float(column.high or 0)
+            parts.append(Pieces(_distinct(np.linspace(low, high, pieces + 1))))
+    return Fitted(Encoder(table.columns, tuple(parts)), statements=("features are scaled by public ranges: free",))
+
+
+def fit_unprotected(table: Table, pieces: int) -> Fitted:
+    """Fit an encoder on the raw rows without any protection: what it learns is not covered by epsilon."""
+    fitted = fit_private(table, 0.0, pieces, Streams.secure(), len(table))
+    return Fitted(fitted.encoder, uncovered=("feature ranges, quantiles and categories were read from private rows",))
+
+
+def encoder_error(columns: Sequence[Column], sigma: float, n: int) -> float:
+    """Expected error of the private quantiles as a share of n, from public values: above about 0.1 they are noise."""
+    numeric = sum(c.kind == "numeric" for c in columns)
+    return sigma * _LEVELS * math.sqrt(numeric) / 2 / n
+
+
+def _pieces(forest: Forest, index: int, pieces: int, n: int) -> Pieces:
+    total = forest.totals[index]
+    error = forest.error() / max(total, 1.0)
+    tail = min(0.25, max(0.005, error))
+    inner = np.linspace(0, 1, pieces + 1)
+    edges = forest.quantiles(index, np.clip(inner, tail, 1 - tail))
+    missing = (n - total) / n
+    worth = missing > 0.05 + 4 * forest.noise / n
+    leaf = float(np.min(np.diff(np.unique(forest.boundaries[index]))))
+    return Pieces(_distinct(edges, leaf), bool(worth))
+
+
+def _distinct(edges: np.ndarray, least: float = 0.0) -> tuple[float, ...]:
+    """Rising edges, at least two of them, no two nearer than `least`."""
+    least = max(least, 1e-9 * max(1.0, float(np.max(np.abs(edges)))))
+    kept = [float(edges[0])]
+    for e in edges[1:]:
+        if e - kept[-1] >= least:
+            kept.append(float(e))
+    if len(kept) == 1:
+        kept = [kept[0] - least, kept[0] + least]
+    return tuple(kept)

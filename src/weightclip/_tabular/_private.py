@@ -1,0 +1,181 @@
+"""Private statistics of a table: one Gaussian release each for where values lie, for their quantiles, for categories.
+
+All columns are counted together: a record adds one to one node per level of every column's tree (or to one bucket of
+every categorical column), so it moves all counts at once by the root of the number of counts it touches, and the whole
+release is one Gaussian mechanism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from weightclip._streams import Streams
+
+from ._columns import BUCKETS
+
+Chunks = Callable[[], Iterable[np.ndarray]]  # makes a fresh pass over the raw values, in blocks  # rows x columns
+
+_DECADES = (-6.0, 12.0)  # magnitudes that are told apart when nothing is known of a column
+_SIDE = 37  # boundaries on each side of zero: two to a decade
+
+
+class Forest:
+    """Noisy counts of binary trees, one for each column, over public leaf boundaries.
+
+    Formal guarantees:
+        Under adding or removing one record, the vector of all counts moves by at most √(levels·columns) in l2 norm:
+        a record is counted at most once per level and column, missing values nowhere. With noise of standard deviation
+        sigma·√(levels·columns) on every count the release is one Gaussian mechanism with multiplier `sigma`; all else
+        here is post-processing. Boundaries, levels and `sigma` must be public.
+
+    Args:
+        boundaries: Leaf boundaries of each column, 2^levels + 1 ascending numbers; values beyond fall into the ends.
+        chunks: Passes over the private values.
+        columns: Which raw columns are counted.
+        sigma: Noise multiplier; 0 counts without noise (not private).
+        streams: Randomness.
+        label: Names the stream; every release needs its own.
+    """
+
+    def __init__(
+        self,
+        boundaries: Sequence[np.ndarray],
+        chunks: Chunks,
+        columns: Sequence[int],
+        sigma: float,
+        streams: Streams,
+        label: str,
+    ) -> None:
+        self.boundaries = [np.asarray(b, dtype=np.float64) for b in boundaries]
+        leaves = len(self.boundaries[0]) - 1
+        self.levels = leaves.bit_length() - 1
+        counts = np.zeros((len(columns), leaves))
+        for block in chunks():
+            for j, column in enumerate(columns):
+                x = block[:, column]
+                place = np.searchsorted(self.boundaries[j][1:-1], x[np.isfinite(x)], side="right")
+                counts[j] += np.bincount(place, minlength=leaves)
+        self.noise = sigma * math.sqrt(self.levels * len(columns))
+        rng = streams.numpy(label)
+        tree = [counts]
+        while tree[0].shape[1] > 2:
+            tree.insert(0, tree[0].reshape(len(columns), -1, 2).sum(2))
+        self.leaves = consistent([level + self.noise * rng.standard_normal(level.shape) for level in tree])
+        steps = np.concatenate([np.zeros((len(columns), 1)), np.cumsum(self.leaves, axis=1)], axis=1)
+        # The best increasing sequence up to a factor: the mean of the running maximum and the reversed running minimum.
+        up = np.maximum.accumulate(steps, axis=1)
+        down = np.minimum.accumulate(steps[:, ::-1], axis=1)[:, ::-1]
+        self.cumulated = (up + down) / 2
+        self.totals = np.maximum(self.cumulated[:, -1] - self.cumulated[:, 0], 0.0)
+
+    def error(self) -> float:
+        """Standard deviation of a count of values below a boundary, roughly."""
+        return self.noise * math.sqrt(self.levels) / 2
+
+    def quantiles(self, column: int, p: np.ndarray) -> np.ndarray:
+        """Estimates of the p-quantiles of a column, interpolated within leaves."""
+        f, x = self.cumulated[column], self.boundaries[column]
+        if self.totals[column] <= 0:
+            return np.interp(p, [0.0, 1.0], [x[0], x[-1]])
+        rising = np.concatenate([[True], np.diff(f) > 0])
+        return np.interp(f[0] + np.asarray(p) * self.totals[column], f[rising], x[rising])
+
+
+def consistent(tree: list[np.ndarray]) -> np.ndarray:
+    """Least-squares leaf counts of a noisy binary tree whose root is not counted (Hay et al. 2010).
+
+    Args:
+        tree: Counts by level, 2, 4, 8, ... nodes, all with noise of one size.  # columns x nodes
+    """
+    up = [tree[-1]]
+    for depth, level in enumerate(reversed(tree[:-1]), start=1):
+        children = up[0].reshape(len(level), -1, 2).sum(2)
+        # A node of height h averages its own count and its children's sum with weights 2^h and 2^h − 1.
+        own = 2.0**depth / (2.0 ** (depth + 1) - 1)
+        up.insert(0, own * level + (1 - own) * children)
+    down = up[0]
+    for level in up[1:]:
+        pairs = level.reshape(len(level), -1, 2)
+        down = (pairs + (down - pairs.sum(2))[:, :, None] / 2).reshape(len(level), -1)
+    return down
+
+
+def ranges(
+    chunks: Chunks, columns: Sequence[int], sigma: float, streams: Streams, label: str
+) -> list[tuple[float, float]]:
+    """A range that holds most values of each column, when nothing is known of it.
+
+    Formal guarantees:
+        A record adds one to at most one bin of every column; with noise sigma·√columns on every bin this is one
+        Gaussian mechanism with multiplier `sigma` under adding or removing one record.
+    """
+    boundaries = symmetric_grid()
+    counts = np.zeros((len(columns), len(boundaries) - 1))
+    for block in chunks():
+        for j, column in enumerate(columns):
+            x = block[:, column]
+            place = np.searchsorted(boundaries[1:-1], x[np.isfinite(x)], side="right")
+            counts[j] += np.bincount(place, minlength=len(boundaries) - 1)
+    noise = sigma * math.sqrt(len(columns))
+    noisy = counts + noise * streams.numpy(label).standard_normal(counts.shape)
+    limit = 10.0 ** _DECADES[1]
+    result = []
+    for row in noisy:
+        # Bins that stand out of the noise, or hold a hundredth of the records; the tallest if none does.
+        found = np.flatnonzero(row > max(2.5 * noise, 0.01 * row.clip(0).sum(), 0.5))
+        first, last = (found[0], found[-1]) if len(found) else (row.argmax(),) * 2
+        low, high = np.clip([boundaries[first], boundaries[last + 1]], -limit, limit)
+        result.append((float(low), float(high)))
+    return result
+
+
+def symmetric_grid() -> np.ndarray:
+    """Bin boundaries for a column of which nothing is known: zero in the middle, powers of ten on both sides."""
+    magnitudes = np.logspace(*_DECADES, _SIDE)
+    return np.concatenate([[-np.inf], -magnitudes[::-1], magnitudes, [np.inf]])
+
+
+def mixed_grid(low: float, high: float, levels: int) -> np.ndarray:
+    """Leaf boundaries in a public range: half evenly spaced, half crowded towards zero for skewed columns."""
+    leaves = 1 << levels
+    if not high > low:
+        low, high = low - 0.5, high + 0.5
+    even = np.linspace(low, high, leaves // 2 + 1)
+    scale = (high - low) / 1e4
+    skewed = scale * np.sinh(np.linspace(np.arcsinh(low / scale), np.arcsinh(high / scale), leaves // 2 + 1)[1:-1])
+    grid = np.unique(np.concatenate([even, np.clip(skewed, low, high)]))
+    # Fewer boundaries than leaves where the two halves meet: the largest gaps are halved until there are enough.
+    while len(grid) < leaves + 1:
+        widest = np.argsort(np.diff(grid))[::-1][: leaves + 1 - len(grid)]
+        grid = np.sort(np.concatenate([grid, (grid[widest] + grid[widest + 1]) / 2]))
+    return grid
+
+
+def frequent_buckets(
+    chunks: Chunks, columns: Sequence[int], sigma: float, streams: Streams, label: str, most: int = 256
+) -> list[np.ndarray]:
+    """Buckets of a public hash that many records of a column fall into, for each column.
+
+    Formal guarantees:
+        A record adds one to at most one of the BUCKETS counts of every column; with noise sigma·√columns on each count,
+        empty buckets included, this is one Gaussian mechanism with multiplier `sigma` under adding or removing one
+        record. The values themselves are never released, only which buckets are frequent.
+    """
+    counts = np.zeros((len(columns), BUCKETS), dtype=np.int64)
+    for block in chunks():
+        for j, column in enumerate(columns):
+            x = block[:, column]
+            counts[j] += np.bincount(x[np.isfinite(x)].astype(np.int64), minlength=BUCKETS)
+    noise = sigma * math.sqrt(len(columns))
+    threshold = 1.0 + 5.2 * noise  # an empty bucket passes with probability 1e-7
+    rng = streams.numpy(label)
+    result = []
+    for j in range(len(columns)):
+        noisy = counts[j] + noise * rng.standard_normal(BUCKETS)
+        passed = np.flatnonzero(noisy >= threshold)
+        best = passed[np.argsort(noisy[passed])[::-1][:most]]
+        result.append(np.sort(best))
+    return result
