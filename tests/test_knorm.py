@@ -158,8 +158,8 @@ def test_target_epsilon_is_kept():
     model = dense()
     engine.make_private_with_epsilon(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(data, batch_size=20), criterion=nn.CrossEntropyLoss(), target_epsilon=1.0, target_delta=1e-5,
-        epochs=3, mechanism=KNorm(2),
+        data_loader=DataLoader(data, batch_size=20), criterion=nn.CrossEntropyLoss(), target_epsilon=1.0,
+        target_delta=1e-5, epochs=3, mechanism=KNorm(2),
     )  # fmt: skip
     engine.steps = 30
     assert 0.98 < engine.get_epsilon(1e-5) <= 1.0

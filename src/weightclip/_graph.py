@@ -116,9 +116,12 @@ def _refuse_modules(model: nn.Module) -> None:
         if module_rule(module) or layer_rule(module):
             _refuse_hooks(path, module)
         if hasattr(module, "parametrizations"):
+            found = [type(step).__name__.lstrip("_") for steps in module.parametrizations.values() for step in steps]
             raise CertificationError(
-                f"module '{path}' is parametrised ({', '.join(module.parametrizations)}): remove the parametrisation, "
-                "or use weightclip.nn.StandardizedConv2d; clipping the original does not bound the effective weight."
+                f"module '{path}' ({type(module).__name__}) is parametrised by {', '.join(found)}: clipping the "
+                "original does not bound the effective weight. Fix: "
+                "torch.nn.utils.parametrize.remove_parametrizations(module, "
+                "name), and Bounds(weight_norm=...) or weightclip.nn.StandardizedConv2d instead."
             )
 
 
@@ -301,6 +304,13 @@ def _has_tensor(node: fx.Node) -> bool:
 def _refuse_hooks(path: str, module: nn.Module) -> None:
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for hook in hooks.values():
+            if type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
+                name = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}[type(hook).__name__]
+                raise CertificationError(
+                    f"module '{path}' recomputes its weight by torch.nn.utils.{name}: clipping the original does not "
+                    f"bound the effective weight. Fix: torch.nn.utils.remove_{name}(module), and "
+                    "Bounds(weight_norm=...) instead."
+                )
             if not getattr(hook, "_weightclip", False):
                 raise CertificationError(
                     f"module '{path}' has a forward hook, which the certificate cannot see. Fix: remove the hook."

@@ -108,6 +108,15 @@ class Plan:
                 )
         if not self.layers:
             raise CertificationError("the model has no trainable parameters: nothing to make private.")
+        for path, uses in self.layers.items():
+            rule, module = graph.nodes[uses[0]].layer, model.get_submodule(path)
+            limits = ("layer_radius", "cotangent_radius", "layer_cap", "joint_cap")
+            asked = [name for name in limits if bounds.of(name, path) is not None]
+            if asked and rule is not None and not rule.in_product:
+                raise CertificationError(
+                    f"layer '{path}' ({type(module).__name__}) has no in-product form, which {asked[0]} needs. "
+                    f"Fix: leave it out of Bounds.{asked[0]} (a mapping by name), or use a torch layer."
+                )
         self.quantiles: Quantiles | None = None  # where limits follow private quantiles
         self.loss_shape = graph.nodes[graph.output].op.out_shape  # of the loss's argument, one record
         self._checked = False
@@ -274,7 +283,11 @@ class Plan:
         """Name the node that has no finite bound, and the ways out."""
         nodes = self.graph.nodes
         radius = f"set Bounds.layer_radius for '{path}'"
-        if isinstance(outputs[nodes[index].edges[0]], float) and math.isinf(outputs[nodes[index].edges[0]]):
+        layer, op, x = nodes[index].layer, nodes[index].op, outputs[nodes[index].edges[0]]
+        assert layer is not None and op.module is not None
+        needed = self.bounds.of("layer_radius", path) is None  # an embedding's factor needs no bound of its input
+        factor = layer.factor(op.module, op, x, 1.0, 2) if needed else 0.0
+        if isinstance(factor, float) and math.isinf(factor) and isinstance(x, float) and math.isinf(x):
             before = index
             while nodes[before].edges:
                 infinite = [e for e in nodes[before].edges if isinstance(outputs[e], float) and math.isinf(outputs[e])]
