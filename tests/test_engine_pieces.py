@@ -1,0 +1,134 @@
+"""Physical batches: a draw in pieces is the same draw; empty draws are pure noise and count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.engine_kit import cnn, mlp, pictures, private, same_bits, table
+from torch import nn
+
+import weightclip as wc
+
+BOUNDS = [wc.Bounds(input_radius=1.0), wc.Bounds(layer_cap=0.2), wc.Bounds(joint_cap=0.2)]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS, ids=["weights", "layer cap", "joint cap"])
+@pytest.mark.parametrize(("make", "draw"), [(mlp, table), (cnn, pictures)], ids=["mlp", "cnn"])
+def test_pieces_release_once_and_the_same(make, draw, bounds: wc.Bounds) -> None:
+    data = draw(16)
+    whole = private(make(), data, sigma=0.5, bounds=bounds)
+    whole.train(2)
+    for pieces in (1, 2, 8):
+        run = private(make(), data, sigma=0.5, bounds=bounds, max_physical_batch_size=16 // pieces)
+        seen = 0
+        for _ in range(2):
+            for x, y in run.loader:
+                assert len(x) == 16 // pieces
+                before = run.weights()
+                run.optimizer.zero_grad()
+                run.criterion(run.model(x), y).backward()
+                run.optimizer.step()
+                seen += 1
+                if seen % pieces:
+                    assert same_bits(before, run.weights()) and all(p.grad is None for p in run.model.parameters())
+        assert run.engine.steps == 2
+        for name, value in run.grads().items():
+            reference = whole.grads()[name]
+            assert float((value - reference).norm()) <= 1e-6 * float(reference.norm())
+
+
+def test_adam_takes_one_step_for_one_draw() -> None:
+    data = table(16)
+    runs = []
+    for physical in (None, 2):
+        run = private(mlp(), data, sigma=0.5, max_physical_batch_size=physical,
+                      optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1))  # fmt: skip
+        run.train(3)
+        runs.append(run)
+        assert {float(s["step"]) for s in run.optimizer.state.values()} == {3.0}
+    for name, value in runs[0].weights().items():
+        torch.testing.assert_close(value, runs[1].weights()[name], rtol=1e-5, atol=1e-6)
+
+
+def test_an_abandoned_draw_is_never_released() -> None:
+    data = table(16)
+    run = private(mlp(), data, max_physical_batch_size=4)
+    for i, (x, y) in enumerate(run.loader):
+        run.criterion(run.model(x), y).backward()
+        run.optimizer.step()
+        if i == 1:
+            break  # two of four pieces
+    assert run.engine.steps == 0
+    run.train()
+    whole = private(mlp(), data).train()
+    for name, value in run.grads().items():
+        torch.testing.assert_close(value, whole.grads()[name], rtol=1e-5, atol=1e-6)
+
+
+def test_weights_must_not_change_between_pieces() -> None:
+    run = private(mlp(), table(8), max_physical_batch_size=4)
+    pieces = iter(run.loader)
+    x, y = next(pieces)
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+    with torch.no_grad():
+        run.model[0].weight.add_(1.0)
+    x, y = next(pieces)
+    with pytest.raises(wc.ContractError, match="between pieces"):
+        run.criterion(run.model(x), y)
+
+
+def test_a_step_needs_the_last_pieces_own_gradients() -> None:
+    run = private(mlp(), table(8), max_physical_batch_size=4)
+    pieces = iter(run.loader)
+    x, y = next(pieces)
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+    x, y = next(pieces)
+    with pytest.raises(wc.ContractError, match="without a new batch"):
+        run.optimizer.step()
+    run.criterion(run.model(x), y)
+    with pytest.raises(wc.ContractError, match="without a new batch"):
+        run.optimizer.step()
+
+
+def test_empty_draws_release_pure_noise_and_count() -> None:
+    x, y = table(6)
+    run = private(
+        nn.Linear(6, 3), (x, y), sigma=1.0, sample_rate=1e-6, batch=4, optimizer=lambda p: torch.optim.SGD(p, 0.0)
+    )
+    batches = iter(run.loader)
+    releases = []
+    for _ in range(3):
+        a, target = next(batches)
+        assert a.shape == (1, 6) and not a.any()
+        shown = run.criterion(run.model(a), target)
+        assert float(shown.detach()) == 0  # masked
+        shown.backward()
+        run.optimizer.step()
+        releases.append(run.grads())
+    assert run.engine.steps == 3
+    assert run.engine.mechanisms()[0].steps == 3
+    silent = private(nn.Linear(6, 3), (x, y), sigma=0.0, sample_rate=1e-6, batch=4)
+    a, target = next(iter(silent.loader))
+    silent.criterion(silent.model(a), target).backward()
+    silent.optimizer.step()
+    assert all(not g.any() for g in silent.grads().values())
+    expected = run.layers()[""]["noise"] / 4
+    sample = torch.cat([g.flatten() for r in releases for g in r.values()])
+    assert 0.6 * expected < float(sample.std()) < 1.5 * expected
+    assert not same_bits(releases[0], releases[1])
+
+
+def test_draws_differ_in_size_and_the_divisor_does_not() -> None:
+    run = private(mlp(), table(40), batch=8)
+    sizes = set()
+    for x, y in run.loader:
+        sizes.add(len(x))
+        shown = run.criterion(run.model(x), y)
+        torch.testing.assert_close(
+            shown.detach() * 8, nn.functional.cross_entropy(run.model(x), y, reduction="sum").detach()
+        )
+        shown.backward()
+        run.optimizer.step()
+    assert len(sizes) > 1
