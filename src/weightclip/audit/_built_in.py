@@ -96,7 +96,7 @@ def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 class _Twice(nn.Module):
-    """x + f(x) + f(x): one user of f(x), two edges, and one layer used twice."""
+    """x + (f(x) + f(x)): one user of f(x), two edges, and one layer used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu(self.inner(x))
-        h = x + h + h
+        h = x + (h + h)
         return self.last(torch.relu(self.inner(h)))
 
 
@@ -171,6 +171,8 @@ def subjects() -> dict[str, Subject]:
                 token_records(3, 9, 3)),
         Subject("float32 sums", _seeded(lambda: _set(nn.Linear(4, 2, bias=False), aligned(1.0, _opposite(), _ones(4)))),
                 capped, Bounds(input_radius=1.0, product=Product(dtype=torch.float32)), dense, batch=4096.0),
+        Subject("large batches", _seeded(lambda: _set(nn.Linear(4, 2, bias=False), aligned(1.0, _opposite(), _ones(4)))),
+                capped, Bounds(input_radius=1.0), dense, batch=4096.0),
         Subject("bfloat16 autocast", factors, nn.CrossEntropyLoss(), Bounds(layer_radius=1.5, cotangent_radius=0.2),
                 dense, autocast=torch.bfloat16),
     ]  # fmt: skip

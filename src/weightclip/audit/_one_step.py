@@ -86,6 +86,7 @@ class _Bench:
     def __init__(self, subject: Subject, seed: int) -> None:
         self.subject, self.seed = subject, seed
         self._runs: dict[Any, Run] = {}
+        self._start: list[torch.Tensor] | None = None
 
     def _run(self, data: Records, rate: float) -> Run:
         if rate < 1:  # draws are counted: always a fresh run
@@ -98,6 +99,10 @@ class _Bench:
 
     def shift(self, pair: Neighbours) -> Shift:
         smaller, larger = self._run(pair.base, pair.rate), self._run(pair.larger, pair.rate)
+        if self._start is None:
+            self._start = smaller.weights()
+        for run in (smaller, larger):  # a record that is not finite must not spoil the pairs that follow
+            run.set_weights(self._start)
         worst, same = 0.0, True
         for _ in range(pair.steps):
             a, b = smaller.step(), larger.step()

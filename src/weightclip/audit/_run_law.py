@@ -126,7 +126,7 @@ def run_law(
     mu = math.sqrt(sum(s**2 for s in shifts)) / sigma if q == 1 else 0.0
     return RunLaw(
         subject.name, sigma, check_normal(np.concatenate(residuals)), _dependence(np.stack(residuals)),
-        max(s if math.isfinite(s) else math.inf for s in shifts), _sampling(np.array(shifts) > 1e-6, q),
+        max(s if math.isfinite(s) else math.inf for s in shifts), _sampling(with_it, np.array(shifts) > 1e-6),
         gdp_epsilon(mu, delta) if 0 < mu < 1e3 else (0.0 if mu == 0 else math.inf),
         charged_by.engine.get_epsilon(delta), steps, charged_by.engine.steps,
     )  # fmt: skip
@@ -163,21 +163,31 @@ def _dependence(z: np.ndarray) -> float:
     return smallest
 
 
-def _sampling(included: np.ndarray, q: float) -> float:
-    """p-value of independent Bernoulli(q): the number of inclusions, and its spread over passes of 1/q draws."""
+def _sampling(run: Run, included: np.ndarray, draws: int = 2000) -> float:
+    """Smallest corrected p-value that records take part independently with probability q, all draws alike.
+
+    ``included`` is what the releases showed of one record; beside it the loader's draws themselves are examined.
+    """
+    q = run.subject.rate
     if q == 1:
         return 1.0 if included.all() or not included.any() else 0.0
-    total = stats.binomtest(int(included.sum()), included.size, q).pvalue
+    # the last record is the one that was followed: what the loader draws is what the releases show
+    told = np.array([run.loader.indices(t)[-1:].tolist() == [len(run.x) - 1] for t in range(included.size)])
+    if (told != included).any():
+        return 0.0
+    n = len(run.x)
+    table = np.zeros((draws, n), dtype=bool)
+    for t in range(draws):
+        table[t, run.loader.indices(t)] = True
+    tests = [stats.binomtest(int(column.sum()), draws, q).pvalue for column in table.T]
     width = max(2, round(1 / q))
-    passes = included[: included.size // width * width].reshape(-1, width).sum(1)
-    # each pass is Binomial(width, q); by simulation, since chi-square is crude for counts near one
-    rng = np.random.default_rng(0)
-    usual = rng.binomial(width, q, (20_000, passes.size)).var(axis=1)
-    low, high = (float((usual <= passes.var()).mean()), float((usual >= passes.var()).mean()))
-    # a simulated tail of zero is extrapolated by a normal fit, or no alarm could ever be raised
-    z = (passes.var() - usual.mean()) / usual.std()
-    spread = 2 * min(low, high) if min(low, high) > 0 else float(2 * stats.norm.sf(abs(z)))
-    return min(1.0, 2 * min(float(total), spread))
+    passes = table[: draws // width * width].reshape(-1, width, n).sum(1)
+    for count in range(3):  # times that a record takes part in one pass of 1/q draws
+        expected = float(stats.binom.pmf(count, width, q))
+        tests += [stats.binomtest(int((c == count).sum()), len(c), expected).pvalue for c in passes.T]
+    pairs = [table[:, i] & table[:, j] for i in range(n) for j in range(i)] + [table[1:, i] & table[:-1, i] for i in range(n)]
+    tests += [stats.binomtest(int(both.sum()), both.size, q * q).pvalue for both in pairs[:64]]
+    return min(1.0, len(tests) * float(min(tests)))
 
 
 def poisson_subject(subject: Subject, rate: float = 0.25) -> Subject:
