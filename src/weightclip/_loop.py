@@ -18,9 +18,14 @@ from weightclip._validate import refuse_closure
 from weightclip._watch import Watch, refuse_stray_gradients
 from weightclip.certificate import Evaluation, Plan, build_plan
 from weightclip.config import Bounds
-from weightclip.errors import BudgetSpent, ContractError
+from weightclip.errors import BudgetSpent, CertificationError, ContractError
 from weightclip.factors import JointCap
 from weightclip.sampling import BatchInfo, PoissonLoader
+
+_NOT_FINITE = (
+    "weights are no longer finite: training stops here; the last saved checkpoint is untouched. "
+    "Lower the learning rate or set Bounds(weight_norm=...)."
+)
 
 
 class TrainingLoop:
@@ -133,16 +138,18 @@ class TrainingLoop:
         self._autocast = autocast
         self.plan.loss_bound, self.plan.loss_shape = self.criterion.loss.bound(shape, self.bounds.p), shape
         self._versions = self._watch.versions()
-        self._sensitivities = self._release.sensitivities(self._evaluate())
+        try:
+            self._sensitivities = self._release.sensitivities(self._evaluate())
+        except CertificationError:  # an infinite weight looks like a layer without a bound
+            if bool(torch.isfinite(self._release.total()).all()):
+                raise
+            raise ContractError(_NOT_FINITE) from None
         often = self.device.type == "cpu" or self.steps % 64 == 0  # on a device this waits for it
         finite = torch.isfinite(self._sensitivities).all()
         if often and not self.plan.needs_gains:  # the bounds do not look at the weights then
             finite = finite & torch.isfinite(self._release.total()).all()
         if often and not bool(finite):
-            raise ContractError(
-                "weights are no longer finite: training stops here; the last saved checkpoint is untouched. "
-                "Lower the learning rate or set Bounds(weight_norm=...)."
-            )
+            raise ContractError(_NOT_FINITE)
 
     def _use_mode(self, modes: tuple[bool, ...]) -> None:
         """train() and eval() are different functions: each has a graph of its own."""
