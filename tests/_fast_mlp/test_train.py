@@ -21,7 +21,8 @@ from weightclip._fast_mlp import (
     logits,
     train_many,
 )
-from weightclip._fast_mlp._train import _Data, _Stack
+from weightclip._fast_mlp._data import Data
+from weightclip._fast_mlp._train import _Stack
 from weightclip._streams import Streams
 from weightclip.accounting import epsilon
 from weightclip.errors import CertificationError, WeightclipError
@@ -101,7 +102,7 @@ def test_same_trajectory_as_the_engine(settings, objective, sigma):
 
 def stack_for(settings: Settings, objective, x=X, y=None) -> _Stack:
     y = LABELS[objective.outputs] if y is None else y
-    stack = _Stack(_Data(x, y, objective, None, 1, torch.device("cpu")), [settings], [Streams.seeded(0)], objective)
+    stack = _Stack(Data(x, y, objective, None, 1, torch.device("cpu")), [settings], [Streams.seeded(0)], objective)
     stack.start(None)
     return stack
 

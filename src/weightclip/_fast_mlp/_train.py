@@ -6,19 +6,18 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from weightclip._release import largest_batch
-from weightclip._streams import NOISE, SAMPLING, Streams
+from weightclip._streams import NOISE, Streams
 from weightclip.accounting import Mechanism
 from weightclip.errors import CertificationError, WeightclipError
-from weightclip.sampling import poisson_indices
 
 from ._bounds import clip_, gain, scales, sensitivities
+from ._data import Data, Records
 from ._objectives import Objective
 from ._settings import Adam, Budget, Settings, noise_multiplier
 
@@ -103,7 +102,7 @@ def train_many(
     streams = [s if isinstance(s, Streams) else Streams.seeded(s) for s in seeds]
     if len(settings) > 1 and any(s.is_secure for s in streams):
         raise WeightclipError("train_many: secure streams serve one setting only, runs of one seed share their noise.")
-    data = _Data(X, y, objective, subsets, len(streams), torch.device(device))
+    data = Data(X, y, objective, subsets, len(streams), torch.device(device))
     groups: dict[tuple, list[int]] = defaultdict(list)
     for i, s in enumerate(settings):
         kind = None if s.joint_cap is not None else s.allocation
@@ -144,77 +143,10 @@ def logits(runs: Sequence[Run], X: np.ndarray | Tensor, chunk: int = 1 << 16) ->
     return torch.stack(result)
 
 
-class Records(Protocol):
-    """Records that are looked up when they are drawn, for tables that do not fit into memory as features."""
-
-    shape: tuple[int, int]
-
-    def rows(self, index: np.ndarray) -> np.ndarray:
-        """Features of some records; row i depends on record index[i] alone.  # records -> records x features"""
-        ...
-
-
-class _Data:
-    """Records, their labels, and which of them each seed may draw."""
-
-    def __init__(self, X, y, objective: Objective, subsets, seeds: int, device: torch.device) -> None:
-        self.device = device
-        self.lazy: Records | None = X if hasattr(X, "rows") else None
-        if self.lazy is None:
-            x = torch.as_tensor(X).to(device=device, dtype=torch.float32)
-            if x.dim() != 2:
-                raise WeightclipError(f"train_many: X must be records x features, got shape {tuple(x.shape)}.")
-            self.x = _clean(x)
-            self.square = torch.cat([_square(part) for part in self.x.split(1 << 14)]) if len(x) else x.sum(1)
-        self.shape = (int(X.shape[0]), int(X.shape[1]))
-        self.y = objective.labels(y).to(device)
-        if self.shape[0] == 0 or self.y.shape != (self.shape[0],):
-            raise WeightclipError(f"train_many: {self.shape[0]} records and labels of shape {tuple(self.y.shape)}.")
-        if subsets is not None and (len(subsets) != seeds or len({len(rows) for rows in subsets}) != 1):
-            raise WeightclipError("train_many: subsets must be as many as seeds, and of one length.")
-        self.subsets = None if subsets is None else [np.asarray(rows, dtype=np.int64) for rows in subsets]
-        self.n = self.shape[0] if self.subsets is None else len(self.subsets[0])
-
-    def look_up(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Drawn records in float64 and their squared norms.  # seeds x rows -> seeds x rows x features, seeds x rows"""
-        if self.lazy is not None:
-            flat = torch.from_numpy(self.lazy.rows(index.flatten().cpu().numpy())).to(self.device, torch.float32)
-            x = _clean(flat)
-            square = _square(x)
-        else:
-            x, square = self.x.index_select(0, index.flatten()), self.square[index.flatten()]
-        return x.view(*index.shape, -1).double(), square.view(index.shape)
-
-    def draw(self, streams: Sequence[Streams], q: float, step: int) -> tuple[Tensor, Tensor | None]:
-        """Record numbers of one draw per seed, padded to one length, and which of them count."""
-        drawn = []
-        for s, stream in enumerate(streams):
-            rows = np.arange(self.n) if q == 1 else poisson_indices(stream.numpy(SAMPLING, step), q, self.n)
-            drawn.append(rows if self.subsets is None else self.subsets[s][rows])
-        width = max(1, *(len(rows) for rows in drawn))
-        padded = np.zeros((len(drawn), width), dtype=np.int64)
-        for s, rows in enumerate(drawn):
-            padded[s, : len(rows)] = rows
-        index = torch.from_numpy(padded).to(self.device)
-        if all(len(rows) == width for rows in drawn):
-            return index, None
-        counts = torch.tensor([len(rows) for rows in drawn], device=index.device)
-        return index, torch.arange(width, device=index.device) < counts[:, None]
-
-
-def _clean(x: Tensor) -> Tensor:
-    """Records with a non-finite entry become zeros: never stop on data."""
-    return torch.where(torch.isfinite(x).all(1, keepdim=True), x, torch.zeros((), device=x.device))
-
-
-def _square(x: Tensor) -> Tensor:
-    return x.double().square().sum(1)
-
-
 class _Stack:
     """Runs of one architecture, batch size and length: seeds x settings of them."""
 
-    def __init__(self, data: _Data, settings: list[Settings], streams: list[Streams], objective: Objective) -> None:
+    def __init__(self, data: Data, settings: list[Settings], streams: list[Streams], objective: Objective) -> None:
         self.data, self.settings, self.streams, self.objective = data, settings, streams, objective
         self.device = data.device
         first = settings[0]

@@ -1,0 +1,71 @@
+"""Settings that work without tuning, as a function of public numbers alone.
+
+They were chosen on data sets other than those of the study (docs/estimators.md says which), by mean regret against the
+best of some hundred random settings on each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from weightclip._fast_mlp import Settings
+
+
+def signal(n: int, epsilon: float, outputs: int) -> float:
+    """How much can be learnt: records times ε, shared by the classes."""
+    return n * min(epsilon, 8.0) / max(1, outputs - 1)
+
+
+def settings(n: int, epsilon: float, outputs: int, chosen: Mapping[str, Any]) -> Settings:
+    """Default settings, with what the user chose in their place.
+
+    Args:
+        n: Public number of records.
+        epsilon: Budget.
+        outputs: Number of outputs.
+        chosen: Fields of the estimator that are not None.
+    """
+    strength = signal(n, epsilon, outputs)
+    hidden = chosen.get("hidden_layer_sizes")
+    if hidden is None:
+        hidden = () if strength < 2000 else (16,)
+    q = chosen.get("batch_fraction") or 1 / 8
+    batch = max(1, round(q * n))
+    linear = len(hidden) == 0
+    return Settings(
+        hidden=tuple(hidden),
+        batch=batch,
+        epochs=chosen.get("epochs") or 30,
+        lr=chosen.get("learning_rate") or (0.06 if linear else 0.03),
+        final_lr=0.1,
+        averaging=0.95,
+        input_radius=1.0,
+        bias_scale=chosen.get("bias_scale") or 0.3,
+        cap=chosen.get("gradient_cap") or 0.3,
+        temperature=chosen.get("temperature") or 0.3,
+        weight_norm=chosen.get("weight_norm"),
+        joint_cap=chosen.get("joint_cap") or 0.15,
+    )
+
+
+def pieces(n: int, epsilon: float) -> int:
+    """Intervals of a numeric column."""
+    return 6
+
+
+def share(error_at_tenth: float) -> float:
+    """Part of the precision spent on preprocessing: as much as brings the quantiles' error to a twentieth of n.
+
+    Args:
+        error_at_tenth: Expected error of the quantiles as a part of n if a tenth were spent.
+    """
+    return min(0.2, max(0.02, 0.1 * (error_at_tenth / 0.05) ** 2))
+
+
+def delta(n: int) -> float:
+    """1/n², rounded down to one digit; never below what the accountant resolves."""
+    exact = max(1.0 / max(n, 10) ** 2, 1e-11)
+    power = 10.0 ** math.floor(math.log10(exact))
+    return math.floor(exact / power * (1 + 1e-12)) * power

@@ -1,0 +1,203 @@
+"""From a table to a private model: preprocessing within the budget, training with the rest, and a report."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from weightclip._fast_mlp import Absolute, Budget, Huber, Logistic, Objective, Run, Softmax, train_many
+from weightclip._streams import Streams
+from weightclip.accounting import gdp_mu
+from weightclip.errors import WeightclipError
+
+from . import _defaults
+from ._columns import Column
+from ._encoder import Encoder, Fitted, Pieces, encoder_error, fit_private, fit_public, fit_unprotected
+from ._model import Model, fold
+from ._report import privacy_report
+from ._table import Table
+
+_IN_MEMORY = 1 << 28  # features kept at once; larger tables are encoded draw by draw
+_TARGET = "(target)"
+
+
+@dataclass(frozen=True)
+class PrivateScaling:
+    """Feature statistics estimated within the budget: quantiles, ranges where none is public, frequent categories.
+
+    Attributes:
+        share: Part of the run's precision 1/σ² that is spent on them; None: by the expected error.
+        pieces: Intervals of a numeric column; None: six.
+    """
+
+    share: float | None = None
+    pieces: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.share is not None and not 0 < self.share < 1:
+            raise WeightclipError(f"PrivateScaling: share must lie strictly between 0 and 1, got {self.share!r}.")
+        _check_pieces("PrivateScaling", self.pieces)
+
+
+@dataclass(frozen=True)
+class PublicScaling:
+    """Features scaled by public ranges and categories alone: free, and refused where one of them is unknown."""
+
+    pieces: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_pieces("PublicScaling", self.pieces)
+
+
+@dataclass(frozen=True)
+class NonPrivateScaling:
+    """Feature statistics read from the private rows WITHOUT paying: the model's ε is then infinite, and said to be.
+
+    For experiments, and for data whose statistics are public anyway.
+    """
+
+    pieces: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_pieces("NonPrivateScaling", self.pieces)
+
+
+Preprocessing = PrivateScaling | PublicScaling | NonPrivateScaling
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before a record is read.
+
+    Attributes:
+        epsilon: Budget, preprocessing included.
+        delta: Its δ.
+        preprocessing: Where feature statistics come from.
+        chosen: Settings of the network that the user chose.
+        accountant: "pld" or "rdp".
+        streams: Randomness.
+        loss: "huber" or "l1" (regression).
+        progress: Called with (steps done, steps in all).
+        not_covered: Sentences the report has to add.
+    """
+
+    epsilon: float
+    delta: float
+    preprocessing: Preprocessing
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    accountant: str = "pld"
+    streams: Streams = field(default_factory=Streams.secure)
+    loss: str = "huber"
+    progress: Callable[[int, int], None] | None = None
+    not_covered: tuple[str, ...] = ()
+
+
+def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], target: str, plan: Plan):
+    """A private classifier: (model, report, run).
+
+    Args:
+        table: The private records.
+        codes: Place of each record's label in `classes`; anything else contributes nothing.
+        classes: Public list of classes.
+        target: Name of the target, for people.
+        plan: What was decided beforehand.
+
+    Formal guarantees:
+        Model and report are (report epsilon, delta)-DP under adding or removing one record, given n, the columns' names
+        and types, the classes and the plan.
+    """
+    n = len(table)
+    fitted = _preprocess(table, plan, n)
+    objective = Logistic() if len(classes) == 2 else Softmax(len(classes))
+    run = _train(table, fitted, codes, objective, plan, n)
+    model = Model(fitted.encoder, fold(run.weights, run.settings.temperature), "classification", classes, target=target)
+    public = {"classes": len(classes), "settings": repr(run.settings)}
+    return model, _report(fitted, run, plan, n, public), run
+
+
+def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None, target: str, plan: Plan):
+    """A private regressor: (model, report, run). As `fit_classifier`; `span` is the target's public range, if known."""
+    n = len(table)
+    column = Column(_TARGET, "numeric", *(span or (None, None)))
+    if span is None:  # the target's range is one more private statistic
+        extended = Table((*table.columns, column), np.column_stack([np.asarray(table.values), y]))
+        fitted = _preprocess(extended, plan, n)
+        part = fitted.encoder.parts[-1]
+        assert isinstance(part, Pieces)
+        span = (part.edges[0], part.edges[-1])
+        fitted = replace(fitted, encoder=Encoder(table.columns, fitted.encoder.parts[:-1]))
+    else:
+        fitted = _preprocess(table, plan, n)
+    low, high = span
+    half = max((high - low) / 2, 1e-12 * max(1.0, abs(low), abs(high)))
+    # A record whose target is not finite takes part with zero gradient; the others are cut to the range.
+    scaled = np.clip((y - (low + high) / 2) / half, -1.0, 1.0)
+    run = _train(table, fitted, scaled, Huber() if plan.loss == "huber" else Absolute(), plan, n)
+    model = Model(fitted.encoder, fold(run.weights, run.settings.temperature), "regression", (), (low, high), target)
+    public = {"target_range": [low, high], "settings": repr(run.settings)}
+    return model, _report(fitted, run, plan, n, public), run
+
+
+def _preprocess(table: Table, plan: Plan, n: int) -> Fitted:
+    how = plan.preprocessing
+    pieces = how.pieces or _defaults.pieces(n, plan.epsilon)
+    if isinstance(how, NonPrivateScaling):
+        warnings.warn(
+            "NonPrivateScaling reads feature statistics from private rows and does not pay for them: the model is not "
+            "differentially private (epsilon = inf).", UserWarning, stacklevel=5,
+        )  # fmt: skip
+        return fit_unprotected(table, pieces)
+    if isinstance(how, PublicScaling):
+        return fit_public(table, pieces)
+    mu = gdp_mu(plan.epsilon, plan.delta)  # of the one Gaussian mechanism that spends the whole budget
+    share = how.share
+    if share is None:
+        share = _defaults.share(encoder_error(table.columns, 1 / (mu * math.sqrt(0.1)), n))
+    return fit_private(table, 1 / (mu * math.sqrt(share)), pieces, plan.streams, n)
+
+
+def _train(table: Table, fitted: Fitted, labels: np.ndarray, objective: Objective, plan: Plan, n: int) -> Run:
+    encoder = fitted.encoder
+    chosen = dict(plan.chosen)
+    if isinstance(objective, Absolute):
+        chosen["gradient_cap"] = None
+    settings = _defaults.settings(n, plan.epsilon, objective.outputs, chosen)
+    if isinstance(objective, (Huber, Absolute)):
+        settings = replace(settings, temperature=1.0, cap=None if isinstance(objective, Absolute) else settings.cap)
+    features: Any = _Lazy(table, encoder)
+    if n * encoder.width * 4 <= _IN_MEMORY:
+        features = encoder.transform(table.values)
+    budget = Budget(plan.epsilon, plan.delta, plan.accountant, fitted.mechanisms)
+    return train_many(
+        features, labels, [settings], [plan.streams], objective=objective, noise=budget, progress=plan.progress
+    )[0][0]
+
+
+def _report(fitted: Fitted, run: Run, plan: Plan, n: int, public: dict[str, Any]) -> dict[str, Any]:
+    if not run.finite:
+        raise WeightclipError("training left the finite numbers: lower learning_rate.")
+    return privacy_report(
+        fitted, run, delta=plan.delta, target=plan.epsilon, accountant=plan.accountant, n=n, public=public,
+        secure=plan.streams.is_secure, not_covered=plan.not_covered,
+    )  # fmt: skip
+
+
+class _Lazy:
+    """Features that are computed when records are drawn."""
+
+    def __init__(self, table: Table, encoder: Encoder) -> None:
+        self.table, self.encoder = table, encoder
+        self.shape = (len(table), encoder.width)
+
+    def rows(self, index: np.ndarray) -> np.ndarray:
+        return self.encoder.transform(np.asarray(self.table.values[index]))
+
+
+def _check_pieces(owner: str, pieces: int | None) -> None:
+    if pieces is not None and (not isinstance(pieces, int) or not 1 <= pieces <= 64):
+        raise WeightclipError(f"{owner}: pieces must be a whole number from 1 to 64, got {pieces!r}.")

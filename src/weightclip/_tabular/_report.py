@@ -1,0 +1,89 @@
+"""The privacy statement of a fitted estimator: every mechanism, every public constant, and what is not covered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from weightclip._fast_mlp import Run
+from weightclip._report import _version
+from weightclip.accounting import Mechanism, epsilon
+
+from ._encoder import Fitted
+
+NOT_COVERED = (
+    "the number of records, the column names and types, and the list of classes: they count as public",
+    "choosing among several fits on the same records (cross-validation, grid search): each fit costs its own epsilon",
+    "errors, timing and memory use that depend on records",
+    "bit patterns of floating-point noise",
+)
+
+
+def privacy_report(
+    fitted: Fitted,
+    run: Run | None,
+    *,
+    delta: float,
+    target: float,
+    accountant: str,
+    n: int,
+    public: dict[str, Any],
+    secure: bool,
+    not_covered: Sequence[str] = (),
+) -> dict[str, Any]:
+    """A JSON-ready statement; its epsilon is computed from the mechanisms it lists.
+
+    Formal guarantees:
+        ``epsilon(mechanisms, delta)`` of everything the fitted estimator holds, for data sets that differ by adding or
+        removing one record. Infinite when statistics were read without paying.
+    """  # fmt: skip
+    mechanisms = [*fitted.mechanisms, *([run.mechanism] if run is not None else [])]
+    total = math.inf if fitted.uncovered else epsilon(mechanisms, delta, accountant)
+    report: dict[str, Any] = {
+        "statement": f"({_text(total)}, {delta:g})-differentially private for adding or removing one record.",
+        "epsilon": _number(total),
+        "delta": delta,
+        "target_epsilon": target,
+        "adjacency": "ADD_OR_REMOVE_ONE",
+        "accountant": accountant,
+        "mechanisms": [_entry(m, delta, accountant) for m in mechanisms],
+        "preprocessing": [*fitted.statements, *(f"NOT PRIVATE: {u}" for u in fitted.uncovered)],
+        "public": {"records": n, **public},
+        "not_covered": [*fitted.uncovered, *not_covered, *NOT_COVERED],
+        "secure_noise": secure,
+        "library": {name: _version(name) for name in ("weightclip", "torch", "dp-accounting")},
+    }
+    if run is not None:
+        report["public"] |= {"sample_rate": run.q, "expected_batch_size": run.batch, "steps": run.steps}
+        report["layers"] = [
+            {"name": f"layers.{2 * k}", "parameters": w.numel() + b.numel(), "sensitivity": d, "noise": s}
+            for k, ((w, b), d, s) in enumerate(zip(run.weights, run.sensitivities, run.scales, strict=True))
+        ]
+    if not secure:
+        report["not_covered"].insert(
+            0, "anyone who can guess random_state: noise from a seed protects only while it is secret"
+        )
+    return report
+
+
+def recompute(report: dict[str, Any]) -> float:
+    """ε from the mechanisms a report lists, at its δ."""
+    mechanisms = [
+        Mechanism(m["kind"], m.get("sigma"), m["q"], m["steps"], m.get("epsilon0"))
+        for m in report["mechanisms"]
+    ]  # fmt: skip
+    return epsilon(mechanisms, report["delta"], report["accountant"], report["adjacency"].lower())
+
+
+def _entry(m: Mechanism, delta: float, accountant: str) -> dict[str, Any]:
+    alone = epsilon([m], delta, accountant)
+    return {"label": m.label, "kind": m.kind, "sigma": m.sigma, "q": m.q, "steps": m.steps, "epsilon": _number(alone)}
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else "inf"
+
+
+def _text(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "inf"

@@ -1,0 +1,11 @@
+"""scikit-learn estimators with a true epsilon: preprocessing, training and prediction for people with a table."""
+
+from weightclip._tabular._columns import Column as Column
+from weightclip._tabular._columns import Schema as Schema
+from weightclip._tabular._fit import NonPrivateScaling as NonPrivateScaling
+from weightclip._tabular._fit import PrivateScaling as PrivateScaling
+from weightclip._tabular._fit import PublicScaling as PublicScaling
+
+from ._classifier import LipDPClassifier as LipDPClassifier
+from ._inputs import PrivacyCostWarning as PrivacyCostWarning
+from ._regressor import LipDPRegressor as LipDPRegressor

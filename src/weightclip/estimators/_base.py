@@ -1,0 +1,216 @@
+"""What both estimators share: parameters, tables, randomness, reports, saving."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils.validation import check_array, check_is_fitted, validate_data
+
+from weightclip._streams import Streams
+from weightclip._tabular import _defaults, _folder
+from weightclip._tabular._columns import Column, Schema, canonical
+from weightclip._tabular._fit import NonPrivateScaling, Plan, PrivateScaling, PublicScaling
+from weightclip._tabular._model import Model
+from weightclip._tabular._onnx import to_onnx
+from weightclip._tabular._table import array_columns, describe, frame_columns, is_frame, to_values
+from weightclip.errors import WeightclipError
+
+from ._inputs import Progress, bounds_by_name, is_integer
+
+_CHOICES = ("hidden_layer_sizes", "epochs", "batch_fraction", "learning_rate", "gradient_cap", "joint_cap",
+            "temperature", "bias_scale", "weight_norm")  # fmt: skip
+
+
+class LipDP(BaseEstimator):
+    """Base of both estimators."""
+
+    classes_: np.ndarray
+    n_features_in_: int
+
+    def __init__(
+        self, epsilon: float = 1.0, delta: float | None = None, *, feature_bounds: Any = None,
+        categories: Mapping[Any, Sequence[Any]] | None = None, schema: Any = None, preprocessing: Any = None,
+        hidden_layer_sizes: Sequence[int] | None = None, epochs: float | None = None,
+        batch_fraction: float | None = None, learning_rate: float | None = None, gradient_cap: float | None = None,
+        joint_cap: float | None = None, temperature: float | None = None, bias_scale: float | None = None,
+        weight_norm: float | None = None, accountant: str = "pld", random_state: Any = None, verbose: int = 0,
+        n_jobs: int | None = None,
+    ) -> None:  # fmt: skip
+        self.epsilon = epsilon
+        self.delta = delta
+        self.feature_bounds = feature_bounds
+        self.categories = categories
+        self.schema = schema
+        self.preprocessing = preprocessing
+        self.hidden_layer_sizes = hidden_layer_sizes
+        self.epochs = epochs
+        self.batch_fraction = batch_fraction
+        self.learning_rate = learning_rate
+        self.gradient_cap = gradient_cap
+        self.joint_cap = joint_cap
+        self.temperature = temperature
+        self.bias_scale = bias_scale
+        self.weight_norm = weight_norm
+        self.accountant = accountant
+        self.random_state = random_state
+        self.verbose = verbose
+        self.n_jobs = n_jobs
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True  # a missing value is a value
+        tags.input_tags.categorical = True
+        tags.input_tags.string = True
+        return tags
+
+    # -- before a record is read -----------------------------------------------------------------------------------
+
+    def _plan(self, n: int, not_covered: Sequence[str]) -> Plan:
+        if not (isinstance(self.epsilon, Real) and 0 < float(self.epsilon) < math.inf):
+            raise WeightclipError(f"epsilon must be a positive number, got {self.epsilon!r}.")
+        delta = _defaults.delta(n) if self.delta is None else self.delta
+        if not (isinstance(delta, Real) and 0 < float(delta) < 1):
+            raise WeightclipError(f"delta must lie strictly between 0 and 1, got {delta!r}.")
+        if float(delta) > 1 / n:
+            warnings.warn(f"delta = {float(delta):g} is above 1/n = {1 / n:g}: choose it far smaller.", stacklevel=4)
+        how = PrivateScaling() if self.preprocessing is None else self.preprocessing
+        if not isinstance(how, (PrivateScaling, PublicScaling, NonPrivateScaling)):
+            raise WeightclipError(
+                f"preprocessing must be PrivateScaling(), PublicScaling() or NonPrivateScaling(), got {how!r}."
+            )
+        chosen = {name: value for name in _CHOICES if (value := getattr(self, name)) is not None}
+        if "hidden_layer_sizes" in chosen:
+            sizes = chosen["hidden_layer_sizes"]
+            chosen["hidden_layer_sizes"] = tuple(np.atleast_1d(np.asarray(sizes, dtype=int)).tolist())
+        if self.delta is None:
+            not_covered = [*not_covered, "delta was set from the number of records, which counts as public"]
+        return Plan(
+            float(self.epsilon), float(delta), how, chosen, self.accountant, self._streams(),
+            loss=getattr(self, "loss", "huber"), progress=Progress() if self.verbose else None,
+            not_covered=tuple(not_covered),
+        )  # fmt: skip
+
+    def _streams(self) -> Streams:
+        state = self.random_state
+        if state is None:
+            return Streams.secure()
+        if isinstance(state, (np.random.RandomState, np.random.Generator)):
+            draw = state.randint if isinstance(state, np.random.RandomState) else state.integers
+            return Streams.seeded(int(draw(0, 2**31 - 1)))
+        if isinstance(state, Integral):
+            return Streams.seeded(int(state))
+        raise WeightclipError(f"random_state must be None, an integer or a NumPy generator, got {state!r}.")
+
+    def _schema(self) -> Schema:
+        if self.schema is None or isinstance(self.schema, Schema):
+            return self.schema or Schema()
+        return Schema.from_json(self.schema) if isinstance(self.schema, Mapping) else Schema.read(self.schema)
+
+    # -- tables ----------------------------------------------------------------------------------------------------
+
+    def _arrays(self, X: Any, reset: bool) -> dict[str, np.ndarray]:
+        """Columns of X by name, after scikit-learn's checks; at prediction under the names seen in fit."""
+        if is_frame(X):
+            arrays = frame_columns(X)
+            if len(arrays) != len(X.columns if hasattr(X, "columns") else X.column_names):
+                raise ValueError("two columns of X have the same name.")
+            if not arrays:
+                raise ValueError("0 feature(s) (shape=(n, 0)) while a minimum of 1 is required.")
+            validate_data(self, X, reset=reset, skip_check_array=True)  # type: ignore[arg-type]
+            check_array(np.empty((len(next(iter(arrays.values()))), 1)), ensure_min_samples=1, ensure_all_finite=False)
+        else:
+            if not hasattr(X, "dtype"):
+                X = np.asarray(X) if not hasattr(X, "shape") else X
+            text = getattr(X, "dtype", None) is not None and getattr(X.dtype, "kind", "") in "OUS"
+            X = validate_data(self, X, reset=reset, dtype=None if text else "numeric", ensure_all_finite=False)  # type: ignore[arg-type]
+            arrays = array_columns(X.astype(object) if X.dtype.kind in "US" else X)
+        if reset:
+            self._names = list(arrays)
+            return arrays
+        return dict(zip(self._names, arrays.values(), strict=True))
+
+    def _describe(self, arrays: dict[str, np.ndarray], X: Any) -> tuple[Column, ...]:
+        """Public descriptions of the columns: from the schema, `feature_bounds` and `categories`, then their types."""
+        schema = self._schema()
+        bounds = bounds_by_name(self.feature_bounds, list(arrays))
+        listed = {str(k): tuple(canonical(c) or "" for c in v) for k, v in (self.categories or {}).items()}
+        for name in [*listed, *schema.ignore, *(c.name for c in schema.columns)]:
+            if name not in arrays:
+                raise WeightclipError(f"column {name!r} is described, but X has no such column.")
+        columns = []
+        for name, values in arrays.items():
+            if name in schema.ignore:
+                continue
+            column = schema.column(name) or describe(name, values)
+            if name in listed:
+                column = Column(name, "categorical", categories=listed[name])
+            elif name in bounds and column.kind == "numeric":
+                whole = bounds[name] == (0.0, 1.0) and is_integer(X, name)
+                column = Column(name, "flag") if whole else Column(name, "numeric", *bounds[name])
+            columns.append(column)
+        if not columns:
+            raise WeightclipError("no columns are left: the schema ignores all of them.")
+        return tuple(columns)
+
+    def _values(self, X: Any) -> np.ndarray:
+        check_is_fitted(self)
+        return to_values(self.model_.encoder.columns, self._arrays(X, reset=False))
+
+    # -- after the fit ---------------------------------------------------------------------------------------------
+
+    def _finish(self, model: Model, report: dict[str, Any], run: Any) -> None:
+        self.model_ = model
+        self.privacy_report_ = report
+        self.epsilon_ = float(report["epsilon"])
+        self.delta_ = float(report["delta"])
+        self.n_iter_ = run.steps
+
+    def to_torch(self):
+        """The network as a plain ``torch.nn.Module`` on encoded features (see `encode`)."""
+        check_is_fitted(self)
+        return self.model_.to_torch()
+
+    def encode(self, X: Any) -> np.ndarray:
+        """Features of X, as the network takes them.  # records x features, float32"""
+        return self.model_.encoder.transform(self._values(X))
+
+    def raw(self, X: Any) -> np.ndarray:
+        """X as numbers, categories as codes: the input of the ONNX model.  # records x columns, float64"""
+        return self._values(X)
+
+    def to_onnx(self, path: str | Path | None = None) -> Any:
+        """The whole model, encoder included, as ONNX (extra ``onnx``); its input is `raw(X)`."""
+        check_is_fitted(self)
+        return to_onnx(self.model_, path)
+
+    def save(self, folder: str | Path, overwrite: bool = False) -> Path:
+        """Write a model folder: safetensors, JSON and a model card, with checksums and without pickle."""
+        check_is_fitted(self)
+        return _folder.save(
+            folder, self.model_.tensors(), self.model_.pipeline(), self.privacy_report_, overwrite=overwrite
+        )
+
+    @classmethod
+    def load(cls, folder: str | Path):
+        """Read what `save` wrote, after checking every file; runs no code from it."""
+        tensors, pipeline, report = _folder.load(folder)
+        model = Model.load(tensors, pipeline)
+        wanted = "classification" if issubclass(cls, ClassifierMixin) else "regression"
+        if model.task != wanted:
+            raise WeightclipError(f"model {folder} is for {model.task}, not {wanted}.")
+        estimator = cls(epsilon=report["target_epsilon"], delta=report["delta"])
+        estimator.model_, estimator.privacy_report_ = model, report
+        estimator.epsilon_, estimator.delta_ = float(report["epsilon"]), float(report["delta"])
+        estimator.n_iter_ = report["public"].get("steps", 0)
+        estimator._names = [c.name for c in model.encoder.columns]
+        estimator.n_features_in_ = len(estimator._names)
+        if model.task == "classification":
+            estimator.classes_ = np.array(model.classes)
+        return estimator
