@@ -35,7 +35,7 @@ from weightclip.accounting import Adjacency, Mechanism, calibrate_sigma, epsilon
 from weightclip.certificate import Certificate, build_plan
 from weightclip.config import Bounds
 from weightclip.errors import ContractError, WeightclipError
-from weightclip.factors import JointCap, make_layer_plain, make_layer_private
+from weightclip.factors import JointCap, Product, make_layer_plain, make_layer_private
 from weightclip.losses import recognise
 from weightclip.mechanisms import Allocation, Equal
 from weightclip.sampling import PoissonLoader
@@ -147,10 +147,7 @@ class PrivacyEngine(TrainingLoop):
         self._gains = Gains(self.plan, self.bounds)
         self._clip = WeightClipper(module, self.bounds, list(self.plan.layers), self._gains)
         self.b_max = largest_batch(self.expected_batch_size, self.loader.sample_rate, len(data_loader.dataset))  # type: ignore[arg-type]
-        self.products = {
-            path: self.bounds.product.resolve(isinstance(module.get_submodule(path), _ConvNd), self.device)
-            for path in self.plan.layers
-        }
+        self.products = {path: self._product(module, path) for path in self.plan.layers}
         slack = sum_slack(self.plan, self.products, self.b_max, max_physical_batch_size, self.views)
         self._entrywise = None if mechanism is None else Entrywise(loss, mechanism.p)
         self._autocast = None
@@ -198,6 +195,10 @@ class PrivacyEngine(TrainingLoop):
         self.budget = steps
         self.target_epsilon, self.target_delta = target_epsilon, target_delta
         return self.make_private(data_loader=data_loader, noise_multiplier=sigma, **settings)
+
+    def _product(self, module: nn.Module, path: str) -> Product:
+        capped = self.bounds.of("layer_cap", path) is not None or self.bounds.of("joint_cap", path) is not None
+        return self.bounds.product.resolve(isinstance(module.get_submodule(path), _ConvNd), self.device, capped)
 
     def _install(self) -> None:
         assert self.model is not None

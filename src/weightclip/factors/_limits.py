@@ -42,11 +42,11 @@ class Product:
         """Ordinary float32 products, rounding not covered."""
         return cls(torch.float32, 0, covered=False)
 
-    def resolve(self, convolution: bool, device: torch.device) -> Product:
-        """The choice for one layer."""
+    def resolve(self, convolution: bool, device: torch.device, capped: bool = False) -> Product:
+        """The choice for one layer; exact caps need products that do not round what cancels in them."""
         if self.dtype is not None:
             return self
-        if convolution and device.type == "cpu":
+        if convolution and device.type == "cpu" and not capped:
             return Product(torch.float32, 1)
         return Product(torch.float64, 0)
 

@@ -310,7 +310,8 @@ def make_layer_private(
     layer._wc_flags = sum(bit for bit, value in bits if value is not None)
     if cap is not None:
         layer._wc_flags |= int(caps) << KIND_SHIFT
-    chosen = (product or Product()).resolve(isinstance(module, _ConvNd), device)
+    capped = cap is not None or joint is not None
+    chosen = (product or Product()).resolve(isinstance(module, _ConvNd), device, capped)
     layer._wc_beta, layer._wc_product, layer._wc_joint = float(beta), chosen, joint
     layer._wc_counter = None
 
