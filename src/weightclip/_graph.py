@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -116,7 +116,8 @@ def _refuse_modules(model: nn.Module) -> None:
         if module_rule(module) or layer_rule(module):
             _refuse_hooks(path, module)
         if hasattr(module, "parametrizations"):
-            found = [type(step).__name__.lstrip("_") for steps in module.parametrizations.values() for step in steps]
+            table = cast("dict[str, list[nn.Module]]", module.parametrizations)
+            found = [type(step).__name__.lstrip("_") for steps in table.values() for step in steps]
             raise CertificationError(
                 f"module '{path}' ({type(module).__name__}) is parametrised by {', '.join(found)}: clipping the "
                 "original does not bound the effective weight. Fix: "

@@ -152,12 +152,13 @@ def calibrate_epsilon0(
         spent = epsilon([Mechanism("pure", None, q, steps, math.exp(log))], target_delta, accountant, adjacency)
         return math.log(max(spent, 1e-300) / target_epsilon)
 
-    low = math.log(target_epsilon / steps)  # basic composition without sampling always fits
-    while cost(low) > 0:
-        low -= 1.0
-    high = low + 1.0
+    # basic composition of sampled steps fits, one step alone at the whole target does not when there are more
+    low, high = (math.log(math.log1p(math.expm1(min(t, 500.0)) / q)) for t in (target_epsilon / steps, target_epsilon))
+    while cost(low) > 0:  # rounding
+        low -= 0.1
+    high = max(high, low + 0.1)
     while cost(high) <= 0:
-        high += 1.0
+        low, high = high, high + 0.3
     root = float(optimize.brentq(cost, low, high, xtol=5e-4))  # pyright: ignore[reportArgumentType]
     while cost(root) > 0:
         root -= 5e-4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from weightclip.study._runs import prepare
 from ._files import markdown, write_csv
 
 ALLOCATIONS: dict[str, Allocation] = {"equal": Equal(), "least-variance": LeastVariance(), "adam-aware": AdamAware()}
-CAPS: tuple[float | None, ...] = (None, 0.4, 0.2, 0.1)
-INPUTS = ("projection", "in-product", "both")
+CAPS: tuple[float | None, ...] = (None, 0.4, 0.15)
+INPUTS = ("projection", "projection, hidden in-product", "in-product")
+RADII = (0.5, 1.0)  # of the norm of a typical row
 COTANGENTS = ("weights", "radius")
 
 
@@ -28,17 +30,18 @@ class Choice:
     """One cell of the comparison; the learning rate is chosen within it, on validation records."""
 
     inputs: str
+    radius: float
     allocation: str
     cap: float | None
     cotangent: str
 
-    def settings(self, radius: float, lr: float, batch: int, epochs: float, bound: float) -> Settings:
-        """As settings of a run. ``radius`` is the public radius of a typical row, ``bound`` the loss's own bound."""
+    def settings(self, lr: float, batch: int, epochs: float, bound: float) -> Settings:
+        """As settings of a run on rows of norm about 1; ``bound`` is the loss's own."""
         top = bound if self.cap is None else min(self.cap, bound)
         return Settings(
             hidden=(16,), batch=batch, epochs=epochs, lr=lr, cap=self.cap, bias_scale=1.0,
-            input_radius=None if self.inputs == "in-product" else radius,
-            layer_radius=None if self.inputs == "projection" else (radius, 1.0),
+            input_radius=None if self.inputs == "in-product" else self.radius,
+            layer_radius=None if self.inputs == "projection" else (math.hypot(self.radius, 1.0), math.sqrt(2)),
             cotangent_radius=None if self.cotangent == "weights" else (0.5 * top, top),
             allocation=ALLOCATIONS[self.allocation],
         )  # fmt: skip
@@ -50,11 +53,11 @@ def score_all(dataset: str, epsilon: float, *, seeds: int, lrs: tuple[float, ...
     data = prepare(dataset, "public")
     objective: Objective = Logistic() if data.classes == 2 else Softmax(data.classes)
     train, valid, test = data.parts.train[:limit], data.parts.valid, data.parts.test
-    radius, bound = 1.0, objective.natural_bound()
+    bound = objective.natural_bound()
     X = data.X / max(1e-12, data.radius)  # a typical row has norm 1
-    choices = [Choice(*c) for c in itertools.product(INPUTS, ALLOCATIONS, CAPS, COTANGENTS)]
+    choices = [Choice(*c) for c in itertools.product(INPUTS, RADII, ALLOCATIONS, CAPS, COTANGENTS)]
     pairs = [(c, lr) for c in choices for lr in lrs]
-    settings = [c.settings(radius, lr, batch, epochs, bound) for c, lr in pairs]
+    settings = [c.settings(lr, batch, epochs, bound) for c, lr in pairs]
     say(f"{dataset}: {len(settings)} settings x {seeds} seeds")
     runs = train_many(X[train], data.y[train], settings, range(seeds), objective=objective,
                       noise=Budget(epsilon, 1e-5))  # fmt: skip
@@ -73,7 +76,8 @@ def score_all(dataset: str, epsilon: float, *, seeds: int, lrs: tuple[float, ...
     for choice, (value, i) in best.items():
         scores = [accuracy(run, test) for run in runs[i]]
         rows.append({
-            "data": dataset, "epsilon": epsilon, "inputs": choice.inputs, "allocation": choice.allocation,
+            "data": dataset, "epsilon": epsilon, "inputs": choice.inputs, "radius": choice.radius,
+            "allocation": choice.allocation,
             "cap": "none" if choice.cap is None else choice.cap, "cotangent": choice.cotangent, "lr": pairs[i][1],
             "valid": value, "test": statistics.fmean(scores),
             "test_sd": statistics.stdev(scores) if len(scores) > 1 else 0.0,
@@ -84,7 +88,7 @@ def score_all(dataset: str, epsilon: float, *, seeds: int, lrs: tuple[float, ...
 def marginals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For every value of every factor: mean test accuracy over all else, and that of the best cell by validation."""
     found = []
-    for factor in ("inputs", "allocation", "cap", "cotangent"):
+    for factor in ("inputs", "radius", "allocation", "cap", "cotangent"):
         for value in dict.fromkeys(r[factor] for r in rows):
             row: dict[str, Any] = {"factor": factor, "value": str(value)}
             for name in dict.fromkeys(r["data"] for r in rows):

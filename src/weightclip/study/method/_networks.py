@@ -64,7 +64,7 @@ def convnet(small: bool) -> nn.Module:
 
 def record_norms(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """Exact norm of every record's gradient of each layer (weight and bias together)."""
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def loss(values: dict[str, Tensor], a: Tensor, b: Tensor) -> Tensor:
         return F.cross_entropy(torch.func.functional_call(model, values, (a[None],)), b[None])
