@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 import weightclip as wc
 from weightclip.accounting import Mechanism, epsilon
 from weightclip.cli import _images
-from weightclip.study.images import FeatureMap, FeatureSettings, ImageStudy, _experiment, _search
+from weightclip.study.images import FeatureMap, FeatureSettings, ImageStudy, _convnets, _experiment, _search
 from weightclip.study.images._engine import audit_results
 from weightclip.study.images._experiment import COLUMNS, chosen_features, merge_rows
 from weightclip.study.images._noise import NoiseTable
@@ -226,3 +227,35 @@ def test_committed_results_are_private_and_audited() -> None:
     ]
     assert len(entries) == len(rows)
     assert all(e["spent"] <= float(e["epsilon"]) for e in entries if e["spent"] is not None)
+
+
+def test_convolutional_bounds_hold_and_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_convnets, "load_images", fake_images)
+    rows = _convnets.conv_study(
+        tmp_path, records=200, batch=20, steps=2, every=1, methods=("weights", "cap-exact"), say=lambda line: None
+    )
+    assert table(tmp_path / "tightness.csv") == [{k: str(v) for k, v in r.items()} for r in rows]
+    assert len({r["layer"] for r in rows}) == 4 and len(rows) == 16
+    for row in rows:
+        if row["method"] == "weights":  # nothing is scaled down, so every record's gradient must fit
+            assert float(row["largest_gradient"]) <= float(row["sensitivity"])
+
+
+def test_synthetic_radii_are_what_they_say() -> None:
+    torch.manual_seed(0)
+    model, loss = wc.models.SmallCNN.for_mnist(), wc.losses.CrossEntropy(cap=0.5)
+    radii = _convnets.synthetic_radii(model, loss)
+    assert set(radii) == {"features.0", "features.3", "classifier.0", "classifier.2"}
+    assert radii["classifier.2"][1] == pytest.approx(0.5, rel=1e-3)  # the loss's cap
+    assert all(0 < g <= 1.05 * x * d for x, d, g in radii.values())  # medians: the product bounds the gradient
+
+
+def test_the_example_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).resolve().parents[2] / "examples" / "image_classifier.py"
+    spec = importlib.util.spec_from_file_location("image_classifier", path)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "load_images", fake_images)
+    assert example.main(records=200, epochs=3, epsilon=50.0, seed=0) > 30
+    assert "200 records, epsilon" in capsys.readouterr().out

@@ -239,6 +239,6 @@ def merge_rows(path: Path, rows: list[dict[str, Any]]) -> None:
             table = {_key(r): r for r in csv.DictReader(file)}
     table |= {_key(r): r for r in rows}
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, list[str](COLUMNS), lineterminator="\n")
         writer.writeheader()
         writer.writerows(table[k] for k in sorted(table, key=lambda k: (k[0], k[1], k[2], float(k[3]))))

@@ -62,6 +62,6 @@ def write(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """The table as CSV."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, list[str](COLUMNS), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

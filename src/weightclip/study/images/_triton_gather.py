@@ -1,7 +1,7 @@
 """The body of the fused gather, compiled by Triton on CUDA machines; empty where there is no Triton."""
 
 # Triton reads the annotations below as objects, so they are not postponed.
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportInvalidTypeForm=false, reportOptionalMemberAccess=false
 try:
     import triton.language as tl
 except ImportError:
