@@ -1,0 +1,252 @@
+"""Mistakes an engine can make, each as a patch: a check that passes on the real engine fails on the mutant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.mutants import engine_checks as checks
+from tests.mutants.engine_checks import CHECKS
+from torch import Tensor
+
+from weightclip import _checkpoint, engine
+from weightclip._gate import InputProjection
+from weightclip._loop import TrainingLoop
+from weightclip._release import Release
+from weightclip._watch import Watch
+from weightclip.sampling import PoissonLoader
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+def test_the_engine_passes(check: Callable[[], None]) -> None:
+    check()
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+Patch = pytest.MonkeyPatch
+MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[], None]]] = {}
+
+
+def mutant(check: Callable[[], None]):
+    def keep(mutate: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTANTS[mutate.__name__] = (mutate, check)
+        return mutate
+
+    return keep
+
+
+@mutant(checks.all_layers_together_are_one_mechanism)
+def every_layer_as_if_alone(patch: Patch) -> None:
+    patch.setattr(Release, "scales", lambda self, sensitivities: self.sigma * sensitivities)
+
+
+@mutant(checks.all_layers_together_are_one_mechanism)
+def noise_on_the_mean_instead_of_the_sum(patch: Patch) -> None:
+    draw = Release._draw
+
+    def thinner(self, *args):
+        draw(self, *args)
+        self.noise.div_(self.batch)
+
+    patch.setattr(Release, "_draw", thinner)
+
+
+@mutant(checks.the_sum_is_the_sum_over_the_public_batch_size)
+def divided_by_the_realised_batch_size(patch: Patch) -> None:
+    before = TrainingLoop._before_step
+
+    def step(self, *args):
+        self._release.batch = self._info.rows
+        before(self, *args)
+
+    patch.setattr(TrainingLoop, "_before_step", step)
+
+
+@mutant(checks.the_sum_is_the_sum_over_the_public_batch_size)
+def averaged_over_the_records(patch: Patch) -> None:
+    collect = TrainingLoop._collect
+    patch.setattr(TrainingLoop, "_collect", lambda self, output, g: collect(self, output, g / len(g)))
+
+
+@mutant(checks.empty_draws_are_steps_of_pure_noise)
+def empty_draws_are_drawn_again(patch: Patch) -> None:
+    draw = PoissonLoader.indices
+
+    def until_full(self, number: int):
+        tries = (draw(self, number + 10**6 * k) for k in range(10**4))
+        return next(found for found in tries if found.size)
+
+    patch.setattr(PoissonLoader, "indices", until_full)
+
+
+@mutant(checks.empty_draws_are_steps_of_pure_noise)
+def padding_counts_as_a_record(patch: Patch) -> None:
+    begin = TrainingLoop._begin_loss
+    patch.setattr(TrainingLoop, "_begin_loss", lambda self, logits: (begin(self, logits)[0], None))
+
+
+@mutant(checks.one_record_stays_within_the_sensitivity)
+def radius_from_the_largest_record_of_the_batch(patch: Patch) -> None:
+    def project(self, x: Tensor) -> Tensor:
+        return x / x.flatten(1).norm(dim=1).max() * min(self.radius, 1e3)
+
+    patch.setattr(InputProjection, "_project", project)
+
+
+@mutant(checks.a_named_argument_stays_within_the_sensitivity)
+def named_arguments_forgotten(patch: Patch) -> None:
+    call = InputProjection.__call__
+    patch.setattr(InputProjection, "__call__", lambda self, m, args, kwargs: (call(self, m, args, {})[0], kwargs))
+
+
+@mutant(checks.one_record_stays_within_the_sensitivity)
+def cotangent_radius_in_the_noise_but_not_in_the_code(patch: Patch) -> None:
+    make = engine.make_layer_private
+    patch.setattr(engine, "make_layer_private", lambda m, **limits: make(m, **{**limits, "cotangent": None}))
+
+
+@mutant(checks.one_record_stays_within_the_sensitivity)
+def layer_radius_in_the_noise_but_not_in_the_code(patch: Patch) -> None:
+    make = engine.make_layer_private
+    patch.setattr(engine, "make_layer_private", lambda m, **limits: make(m, **{**limits, "radius": None}))
+
+
+@mutant(checks.pieces_release_once)
+def noise_for_every_physical_batch(patch: Patch) -> None:
+    before = TrainingLoop._before_step
+
+    def step(self, *args):
+        info = self._info
+        object.__setattr__(info, "last", True)
+        before(self, *args)
+
+    patch.setattr(TrainingLoop, "_before_step", step)
+
+
+@mutant(checks.every_move_of_the_weights_is_charged)
+def one_step_too_few(patch: Patch) -> None:
+    before = TrainingLoop._before_step
+
+    def step(self, *args):
+        before(self, *args)
+        if self.steps == 1 and not getattr(self, "_free", False):
+            self.steps, self._free = 0, True
+
+    patch.setattr(TrainingLoop, "_before_step", step)
+
+
+@mutant(checks.steps_have_independent_noise)
+def the_same_noise_again(patch: Patch) -> None:
+    real = Release.release
+    patch.setattr(Release, "release", lambda self, sensitivities, streams, step: real(self, sensitivities, streams, 0))
+
+
+@mutant(checks.raw_gradients_are_never_seen)
+def raw_gradients_left_in_grad(patch: Patch) -> None:
+    def take(self, index: int) -> None:
+        self._release.add(index, self._release.blocks[index].parameter.grad)
+
+    patch.setattr(TrainingLoop, "_take", take)
+
+
+@mutant(checks.raw_gradients_are_never_seen)
+def released_gradients_share_memory_with_the_sum(patch: Patch) -> None:
+    real = Release.release
+
+    def shared(self, *args) -> None:
+        real(self, *args)
+        for view, block in zip(self.sums, self.blocks, strict=True):
+            view.copy_(block.parameter.grad)
+            block.parameter.grad = view
+
+    patch.setattr(Release, "release", shared)
+
+
+@mutant(checks.clipped_weights_are_clipped_after_the_step)
+def clipped_before_the_step(patch: Patch) -> None:
+    before = TrainingLoop._before_step
+
+    def step(self, *args):
+        before(self, *args)
+        self._clip()
+
+    patch.setattr(TrainingLoop, "_before_step", step)
+    patch.setattr(TrainingLoop, "_after_step", lambda self, *_: None)
+
+
+@mutant(checks.large_sums_keep_single_records)
+def sums_in_half_precision(patch: Patch) -> None:
+    add = Release.add
+    patch.setattr(Release, "add", lambda self, i, g: add(self, i, g.bfloat16().float()))
+
+
+@mutant(checks.noise_is_not_rounded_to_half_precision)
+def noise_in_half_precision(patch: Patch) -> None:
+    real = Release.release
+
+    def rounded(self, *args) -> None:
+        real(self, *args)
+        for block in self.blocks:
+            block.parameter.grad = block.parameter.grad.bfloat16().float()
+
+    patch.setattr(Release, "release", rounded)
+
+
+@mutant(checks.a_resumed_run_remembers_its_steps)
+def resumed_with_a_fresh_accountant(patch: Patch) -> None:
+    load = _checkpoint.load
+
+    def forget(engine, path, *, exact):
+        before = engine.steps
+        load(engine, path, exact=exact)
+        engine.steps = before
+
+    patch.setattr(_checkpoint, "load", forget)
+
+
+@mutant(checks.a_rewound_run_never_repeats_noise)
+def rewound_to_the_same_streams(patch: Patch) -> None:
+    load = _checkpoint.load
+
+    def back(engine, path, *, exact):
+        streams = engine.streams
+        load(engine, path, exact=exact)
+        engine.streams, engine.steps = streams, 0
+
+    patch.setattr(_checkpoint, "load", back)
+
+
+@mutant(checks.bounds_follow_the_weights)
+def bounds_of_the_first_weights(patch: Patch) -> None:
+    evaluate = TrainingLoop._evaluate
+
+    def stale(self):
+        if getattr(self, "_first", None) is None:
+            self._first = evaluate(self)
+        return self._first
+
+    patch.setattr(TrainingLoop, "_evaluate", stale)
+
+
+@mutant(checks.sequences_are_bounded_as_the_loss_sees_them)
+def loss_bound_of_the_models_own_output(patch: Patch) -> None:
+    certify = TrainingLoop._certify_step
+
+    def wrong(self, autocast, modes, shape):
+        certify(self, autocast, modes, self.plan.graph.nodes[self.plan.graph.output].op.out_shape)
+
+    patch.setattr(TrainingLoop, "_certify_step", wrong)
+
+
+@mutant(checks.dropout_is_bounded_in_training_mode)
+def certified_in_the_first_mode_only(patch: Patch) -> None:
+    patch.setattr(Watch, "modes", lambda self: ())
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_mutant_is_killed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate, check = MUTANTS[name]
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()

@@ -1,0 +1,80 @@
+"""The flat sum, its largest batch and its rounding slack."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+from tests.engine_kit import mlp, private, table
+from torch import nn
+
+import weightclip as wc
+from weightclip._release import largest_batch
+
+
+@pytest.mark.parametrize("q", [1e-4, 0.01, 0.5])
+@pytest.mark.parametrize("n", [10, 3000, 10**6])
+@pytest.mark.parametrize("b", [1.0, 64.0, 5000.0])
+def test_a_draw_exceeds_the_largest_batch_with_negligible_probability(n: int, q: float, b: float) -> None:
+    limit = largest_batch(b, q, n)
+    assert stats.binom.logsf(limit, n, q) < math.log(1e-25)
+
+
+def test_with_every_record_drawn_the_largest_batch_is_no_smaller_than_the_data() -> None:
+    for n in (1, 1000, 1024, 1025, 4096, 5000, 10**6):
+        for b in (1.0, n / 2, float(n)):
+            assert largest_batch(b, 1.0, n) >= n
+
+
+def test_the_largest_batch_is_public_where_the_declared_size_is_believable() -> None:
+    """One record more changes nothing: q n enters only in powers of four, and only far above the declared size."""
+    for b in (1.0, 32.0, 1000.0, 10**5):
+        believed = {largest_batch(b, 1.0, n) for n in range(1, int(max(1024, 1.5 * b)), max(1, int(b / 50)))}
+        assert believed == {largest_batch(b, 1.0, 1)}
+    many = {largest_batch(1.0, 1.0, n) for n in range(1, 70_000)}
+    assert len(many) == 5  # 1024, 4096, 16384, 65536 and the next
+
+
+def test_slack_grows_with_uses_and_float32_products_but_not_with_pieces() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+            self.last = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.last(self.a(torch.relu(self.a(x))))
+
+    def slack(run) -> dict[str, float]:
+        return dict(zip(run.engine.plan.layers, run.engine._release.slack, strict=True))
+
+    whole, pieces = (slack(private(Twice(), table(64), max_physical_batch_size=k)) for k in (None, 1))
+    assert whole == pieces
+    assert 1 < whole["last"] < whole["a"] < 1.002
+    product = wc.Product(dtype=torch.float32)
+    coarse = slack(private(Twice(), table(64), bounds=wc.Bounds(input_radius=1.0, product=product)))
+    chunked = wc.Bounds(input_radius=1.0, product=wc.Product(dtype=torch.float32, chunk=8))
+    assert all(coarse[k] > slack(private(Twice(), table(64), bounds=chunked))[k] > whole[k] for k in whole)
+    large = slack(private(Twice(), table(64), expected_batch_size=8192))
+    assert all(whole[k] < large[k] < 1.02 for k in whole)
+
+
+def test_pieces_are_summed_in_float64_and_noise_does_not_change_with_them() -> None:
+    run = private(mlp(), table(64), sigma=1.0, max_physical_batch_size=1)
+    assert run.engine._release.flat.dtype == torch.float64 and run.engine._release.noise.dtype == torch.float32
+    assert private(mlp(), table(64), sigma=1.0).engine._release.flat.dtype == torch.float32
+
+
+def test_a_release_without_any_gradient_is_pure_noise_or_zero() -> None:
+    for sigma in (0.0, 1.0):
+        run = private(mlp(), table(8), sigma=sigma)
+        engine = run.engine
+        engine._release.add(0, torch.ones_like(engine._release.sums[0]))
+        engine._release.clear()  # forgotten sums do not come back
+        engine._release.release(engine._sensitivities, engine.streams, 0)
+        grads = run.grads()
+        assert all(bool(g.any()) == (sigma > 0) for g in grads.values())
+        storage = {g.untyped_storage().data_ptr() for g in (p.grad for p in run.model.parameters()) if g is not None}
+        assert engine._release.flat.untyped_storage().data_ptr() not in storage
