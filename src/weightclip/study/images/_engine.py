@@ -30,8 +30,8 @@ def head_bounds(settings: HeadSettings) -> Bounds:
     """What the engine must enforce to train this head as `HeadTrainer` does (which stores features inside the ball)."""
     s = settings
     names: tuple[str, ...] = ("layers.0", "layers.2")[: s.layers]
-    caps = None if s.layer_caps is None else dict(zip(names, s.layer_caps, strict=True))
-    joint = None if s.joint_cap is None else dict(zip(names, s.joint_cap, strict=True))
+    caps = None if s.layer_caps is None else dict[str, float](zip(names, s.layer_caps, strict=True))
+    joint = None if s.joint_cap is None else dict[str, float](zip(names, s.joint_cap, strict=True))
     factors = bool(s.hidden) and caps is None and joint is None
     return Bounds(
         input_radius=1.0,
