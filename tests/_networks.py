@@ -234,6 +234,7 @@ class Case:
     tokens: bool = False
     classes: int = 3
     notes: dict[str, str] = field(default_factory=dict)
+    starts: Sequence[Tensor] = ()
 
     def example(self) -> Tensor:
         """Two records of the right shape."""
@@ -381,8 +382,8 @@ def labels(case: Case) -> list[Tensor]:
         return [*[torch.tensor([c]) for c in range(n)], torch.ones(1, n), -torch.ones(1, n)]
     if isinstance(case.loss, BCEWithLogits):
         return [torch.zeros(1, n), torch.ones(1, n), (torch.arange(n) % 2).float().unsqueeze(0)]
-    signs = (1.0 - 2 * (torch.arange(n) % 2)).unsqueeze(0)
-    return [1e3 * torch.ones(1, n), -1e3 * torch.ones(1, n), 1e3 * signs]
+    signs, pairs = ((1.0 - 2 * (torch.arange(n) // k % 2)).unsqueeze(0) for k in (1, 2))
+    return [1e3 * torch.ones(1, n), -1e3 * torch.ones(1, n), 1e3 * signs, *([1e3 * pairs] if n > 2 else [])]
 
 
 @dataclass
@@ -431,6 +432,8 @@ class Climber:
     def fresh(self, trial: int) -> Tensor:
         """A random record; every third one smooth, every fourth one a spike."""
         shape = (1, *self.case.shape)
+        if trial < len(self.case.starts):
+            return self.case.starts[trial].clone().view(shape)
         if self.case.tokens:
             if trial % 2:
                 return torch.full(shape, trial % 4)
