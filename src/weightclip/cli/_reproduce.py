@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from weightclip.cli import _images
 from weightclip.errors import WeightclipError
 
 app = typer.Typer(no_args_is_help=True, help="Reproduce the paper's tables and figures, with the sound method beside.")
@@ -223,3 +224,6 @@ def report(
             f"report: {error.filename} is missing: run `weightclip reproduce tables` and `reproduce bias` first"
         ) from error
     typer.echo(json.dumps({"file": str(written)}) if as_json else f"report written to {written}")
+
+
+_images.register(app)  # images, runtime
