@@ -19,7 +19,7 @@ from . import _defaults
 from ._columns import Column
 from ._encoder import Encoder, Fitted, Pieces, encoder_error, fit_private, fit_public, fit_unprotected
 from ._model import Model, fold
-from ._report import privacy_report
+from ._report import privacy_report, settings_json
 from ._table import Table
 
 _IN_MEMORY = 1 << 28  # features kept at once; larger tables are encoded draw by draw
@@ -116,7 +116,7 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
     objective = Logistic() if len(classes) == 2 else Softmax(len(classes))
     run = _train(table, fitted, codes, objective, plan, n)
     model = Model(fitted.encoder, fold(run.weights, run.settings.temperature), "classification", classes, target=target)
-    public = {"classes": len(classes), "settings": repr(run.settings)}
+    public = {"classes": len(classes), "settings": settings_json(run.settings)}
     return model, _report(fitted, run, plan, n, public), run
 
 
@@ -125,7 +125,7 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
     n = len(table)
     column = Column(_TARGET, "numeric", *(span or (None, None)))
     if span is None:  # the target's range is one more private statistic
-        extended = Table((*table.columns, column), np.column_stack([np.asarray(table.values), y]))
+        extended = Table((*table.columns, column), table.values, extra=y)
         fitted = _preprocess(extended, plan, n)
         part = fitted.encoder.parts[-1]
         assert isinstance(part, Pieces)
@@ -139,7 +139,7 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
     scaled = np.clip((y - (low + high) / 2) / half, -1.0, 1.0)
     run = _train(table, fitted, scaled, Huber() if plan.loss == "huber" else Absolute(), plan, n)
     model = Model(fitted.encoder, fold(run.weights, run.settings.temperature), "regression", (), (low, high), target)
-    public = {"target_range": [low, high], "settings": repr(run.settings)}
+    public = {"target_range": [low, high], "settings": settings_json(run.settings)}
     return model, _report(fitted, run, plan, n, public), run
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
-from weightclip._fast_mlp import Run
+from weightclip._fast_mlp import Run, Settings
 from weightclip._report import _version
 from weightclip.accounting import Mechanism, epsilon
 
@@ -65,6 +66,13 @@ def privacy_report(
             0, "anyone who can guess random_state: noise from a seed protects only while it is secret"
         )
     return report
+
+
+def settings_json(settings: Settings) -> dict[str, Any]:
+    """Settings as JSON-ready numbers, strategies by their text."""
+    raw = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    plain = (int, float, str, bool, type(None))
+    return {k: list(v) if isinstance(v, tuple) else v if isinstance(v, plain) else repr(v) for k, v in raw.items()}
 
 
 def recompute(report: dict[str, Any]) -> float:

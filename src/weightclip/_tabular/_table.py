@@ -25,10 +25,12 @@ class Table:
     Attributes:
         columns: What is publicly known of each column.
         values: In memory, or mapped from a file.  # records x columns, float64
+        extra: One more column, the last, kept apart so that a mapped array need not be copied.
     """
 
     columns: tuple[Column, ...]
     values: np.ndarray
+    extra: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.values)
@@ -36,7 +38,8 @@ class Table:
     def blocks(self) -> Iterator[np.ndarray]:
         """The values, some rows at a time."""
         for start in range(0, len(self.values), BLOCK):
-            yield np.asarray(self.values[start : start + BLOCK])
+            block = np.asarray(self.values[start : start + BLOCK])
+            yield block if self.extra is None else np.column_stack([block, self.extra[start : start + BLOCK]])
 
 
 def bucket(value: str) -> int:
@@ -77,21 +80,31 @@ def is_frame(X: object) -> bool:
 
 def frame_columns(X: Any) -> dict[str, np.ndarray]:
     """Columns of a data frame or Arrow table as arrays: numbers as float64 (NaN: missing), anything else as objects."""
-    if hasattr(X, "to_arrow"):  # polars
-        X = X.to_arrow()
+    if hasattr(X, "get_columns"):  # polars
+        return {str(s.name): _from_polars(s) for s in X.get_columns()}
     if hasattr(X, "column_names") and hasattr(X, "column"):  # Arrow
         return {str(name): _from_arrow(X.column(name)) for name in X.column_names}
     names = [str(name) for name in X.columns]
     return {name: _from_pandas(X.iloc[:, i]) for i, name in enumerate(names)}
 
 
+def _from_polars(series: Any) -> np.ndarray:
+    if series.dtype.is_numeric():
+        return np.asarray(series.to_numpy(), dtype=np.float64)  # nulls become NaN
+    return _boxed(series.to_list())
+
+
 def _from_arrow(column: Any) -> np.ndarray:
     kind = str(column.type)
-    if kind == "bool":
-        return np.array(column.to_pylist(), dtype=object)
     if kind.startswith(("int", "uint", "float", "double", "halffloat", "decimal")):
-        return np.array([math.nan if v is None else float(v) for v in column.to_pylist()], dtype=np.float64)
-    return np.array([None if v is None else v for v in column.to_pylist()], dtype=object)
+        return np.asarray(column.cast("double").to_numpy(zero_copy_only=False), dtype=np.float64)
+    return _boxed(column.to_pylist())
+
+
+def _boxed(values: list[Any]) -> np.ndarray:
+    out = np.empty(len(values), dtype=object)
+    out[:] = values
+    return out
 
 
 def _from_pandas(series: Any) -> np.ndarray:

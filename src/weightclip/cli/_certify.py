@@ -1,0 +1,94 @@
+"""``weightclip certify``: check what a model folder claims."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from weightclip.errors import WeightclipError
+
+
+def certify(
+    model: Annotated[Path, typer.Argument(help="model folder")],
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+) -> None:
+    """Check a model folder: files unchanged, epsilon recomputed from its mechanisms, a certificate of its layers.
+
+    Example: weightclip certify model/
+    """
+    from weightclip._tabular import _folder
+    from weightclip._tabular._model import Model
+    from weightclip._tabular._report import recompute
+
+    tensors, pipeline, report = _folder.load(model)
+    fitted = Model.load(tensors, pipeline)
+    try:
+        claimed, found = float(report["epsilon"]), recompute(report)
+        delta, public, layers = report["delta"], report["public"], report["layers"]
+        sigma = next(
+            m["sigma"]
+            for m in report["mechanisms"]
+            if m["steps"] == public["steps"] and m["q"] == public["sample_rate"]
+        )
+        settings = public["settings"]
+    except (KeyError, TypeError, ValueError, StopIteration) as error:
+        raise WeightclipError(
+            f"model {model}: its privacy report is not complete ({type(error).__name__}: {error})."
+        ) from error
+    if found > claimed * (1 + 1e-6):
+        raise WeightclipError(
+            f"model {model} claims epsilon {claimed:.6g}, but its mechanisms amount to {found:.6g} at delta {delta:g}."
+        )
+    _check_noise(layers, sigma, settings.get("joint_cap") is not None, model)
+    certificate = _certificate(fitted, settings)
+    unpaid = [s for s in report["preprocessing"] if s.startswith("NOT PRIVATE")]
+    if as_json:
+        result: dict[str, Any] = {
+            "epsilon": report["epsilon"], "epsilon_recomputed": found, "delta": delta, "unpaid": unpaid,
+            "certificate": json.loads(certificate.to_json()),
+        }  # fmt: skip
+        print(json.dumps(result))
+        return
+    print("files          unchanged")
+    print(f"mechanisms     epsilon {found:.6g} at delta {delta:g}, claimed {report['epsilon']}")
+    for line in unpaid:
+        print(f"preprocessing  {line}")
+    print(certificate)
+
+
+def _check_noise(layers: list[dict[str, Any]], sigma: float, joint: bool, model: Path) -> None:
+    """The noise of every layer has to carry the stated multiplier for the stated sensitivities."""
+    ratios = [layer["noise"] / layer["sensitivity"] for layer in layers]
+    reached = min(ratios) if joint else sum(r**-2 for r in ratios) ** -0.5
+    if not math.isfinite(reached) or reached < sigma * (1 - 1e-6):
+        raise WeightclipError(f"model {model}: its noise has multiplier {reached:.6g}, its report says {sigma:.6g}.")
+
+
+def _certificate(fitted, settings: dict[str, Any]):
+    import torch
+
+    import weightclip as wc
+    from weightclip import losses
+
+    module = fitted.to_torch()
+    last = module.layers[-1]
+    with torch.no_grad():  # training saw the outputs before the temperature
+        last.weight.mul_(settings["temperature"])  # type: ignore[union-attr,operator]
+        last.bias.mul_(settings["temperature"])  # type: ignore[union-attr,operator]
+    cap = settings["cap"]
+    if fitted.task == "regression":
+        loss: Any = losses.L1() if cap is None else losses.Huber(delta=cap)
+    elif fitted.outputs == 1:
+        loss = losses.BCEWithLogits(cap=cap)
+    else:
+        loss = losses.CrossEntropy(temperature=settings["temperature"], scale_by_temperature=True, cap=cap)
+    joint = settings["joint_cap"]
+    bounds = wc.Bounds(
+        input_radius=settings["input_radius"], bias_scale=settings["bias_scale"], weight_norm=settings["weight_norm"],
+        joint_cap=joint[0] if isinstance(joint, list) else joint,
+    )  # fmt: skip
+    return wc.certify(module, loss, example=torch.zeros(1, fitted.encoder.width), bounds=bounds)

@@ -1,0 +1,79 @@
+"""``weightclip predict``: predictions of a model folder for a new table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Annotated
+
+import typer
+
+from weightclip.errors import WeightclipError
+
+
+def predict(
+    model: Annotated[Path, typer.Argument(help="model folder")],
+    data: Annotated[Path, typer.Argument(help="table: .csv, .tsv (also .gz), .parquet, .arrow or .feather")],
+    out: Annotated[Path | None, typer.Option(help="CSV file to write (default: standard output)")] = None,
+    proba: Annotated[bool, typer.Option(help="add the probability of every class")] = False,
+    delimiter: Annotated[str | None, typer.Option(help="of delimited text (default comma, tab for .tsv)")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per record instead of CSV")] = False,
+) -> None:
+    """Predict for every row of a table, in order; nothing is trained and no privacy is spent.
+
+    Example: weightclip predict model/ new.csv --out predictions.csv --proba
+    """
+    from weightclip._tabular import _files, _folder
+    from weightclip._tabular._model import Model
+
+    tensors, pipeline, _ = _folder.load(model)
+    fitted = Model.load(tensors, pipeline)
+    if proba and fitted.task != "classification":
+        raise WeightclipError(f"--proba: {model} predicts numbers, not classes.")
+    if out is None:
+        _write(fitted, _files.File(data, delimiter), sys.stdout, proba, as_json)
+        return
+    handle, temporary = -1, ""
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.absolute().parent)
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            _write(fitted, _files.File(data, delimiter), file, proba, as_json)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, out)
+    except OSError as error:
+        raise WeightclipError(f"--out {out}: cannot write it ({error.strerror or error}).") from error
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def _write(model, source, file: IO[str], proba: bool, as_json: bool) -> None:
+    from weightclip._tabular._files import features
+
+    name = model.target or "prediction"
+    heads = [name, *(f"P({c})" for c in model.classes)] if proba else [name]
+    writer = csv.writer(file, lineterminator="\n")
+    if not as_json:
+        writer.writerow(heads)
+    row = 0
+    for block in source.blocks():
+        values = features(model.encoder.columns, block, source.path, row)
+        row += len(values)
+        if model.task == "classification":
+            p = model.probabilities(values)
+            labels = [model.classes[i] for i in p.argmax(axis=1)]
+            lines = [[label, *(f"{v:.6g}" for v in q)] for label, q in zip(labels, p, strict=True)] if proba else [
+                [label] for label in labels
+            ]  # fmt: skip
+        else:
+            lines = [[float(v)] for v in model.regress(values)]
+        if as_json:
+            for line in lines:
+                numbers = [line[0], *(float(v) for v in line[1:])]
+                file.write(json.dumps(dict(zip(heads, numbers, strict=True))) + "\n")
+        else:
+            writer.writerows(lines)
