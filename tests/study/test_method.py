@@ -11,7 +11,7 @@ import typer
 from torch import nn
 from typer.testing import CliRunner
 
-from weightclip.cli._method import method
+from weightclip.cli._method import register
 from weightclip.factors import CapNorm
 from weightclip.study.method import _caps, _defaults, _mechanisms, _networks, _norms
 from weightclip.study.method._files import markdown
@@ -80,7 +80,7 @@ def test_choices_become_settings():
 
 def test_command_writes_its_files(tmp_path):
     app = typer.Typer()
-    app.command()(method)
+    register(app)
     done = CliRunner().invoke(app, ["--only", "caps", "--quick", "--json", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     with (tmp_path / "caps.csv").open() as file:

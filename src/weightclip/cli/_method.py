@@ -45,3 +45,8 @@ def method(
             short = {"datasets": ("dropout",), "seeds": 1, "lrs": (0.03,), "epochs": 1, "limit": 1000}
             files += study.defaults_study(out, say=say, **(short if quick else {}))  # type: ignore[arg-type]
     typer.echo(json.dumps({"files": [str(f) for f in files]}) if as_json else f"written to {out}")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the `reproduce` application."""
+    app.command()(method)

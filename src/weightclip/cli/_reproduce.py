@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weightclip.cli import _images
+from weightclip.cli import _images, _method
 from weightclip.errors import WeightclipError
 
 app = typer.Typer(no_args_is_help=True, help="Reproduce the paper's tables and figures, with the sound method beside.")
@@ -227,3 +227,4 @@ def report(
 
 
 _images.register(app)  # images, runtime
+_method.register(app)

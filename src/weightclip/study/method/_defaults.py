@@ -14,9 +14,9 @@ import torch
 
 from weightclip._fast_mlp import Budget, Logistic, Objective, Settings, Softmax, logits, train_many
 from weightclip.mechanisms import AdamAware, Allocation, Equal, LeastVariance
-from weightclip.study._runs import prepare
 
 from ._files import markdown, write_csv
+from ._networks import prepare
 
 ALLOCATIONS: dict[str, Allocation] = {"equal": Equal(), "least-variance": LeastVariance(), "adam-aware": AdamAware()}
 CAPS: tuple[float | None, ...] = (None, 0.4, 0.15)
@@ -50,7 +50,7 @@ class Choice:
 def score_all(dataset: str, epsilon: float, *, seeds: int, lrs: tuple[float, ...], batch: int, epochs: float,
               limit: int | None, say: Callable[[str], None]) -> list[dict[str, Any]]:  # fmt: skip
     """Test accuracy of every choice, its learning rate chosen on validation records."""
-    data = prepare(dataset, "public")
+    data = prepare(dataset)
     objective: Objective = Logistic() if data.classes == 2 else Softmax(data.classes)
     train, valid, test = data.parts.train[:limit], data.parts.valid, data.parts.test
     bound = objective.natural_bound()

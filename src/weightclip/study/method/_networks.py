@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,12 +13,30 @@ from torch import Tensor, nn
 from weightclip.bounds._layer_norms import norm_function
 from weightclip.clipping import Rescale
 from weightclip.models import MLP, ConvNet
-from weightclip.study._runs import prepare
+from weightclip.study import data as sets
+
+
+class Prepared(NamedTuple):
+    """A tabular set, encoded by public ranges and split."""
+
+    X: np.ndarray
+    y: np.ndarray
+    parts: sets.Split
+    classes: int
+    radius: float  # public: root of the number of columns, about the norm of a row
+
+
+def prepare(name: str) -> Prepared:
+    """Load, split with seed 0 and encode."""
+    table = sets.load(name)
+    parts = sets.split(table, seed=0)
+    encoded = sets.encode(table, fit_on=parts.train, statistics=sets.PublicRanges())
+    return Prepared(encoded.X, encoded.y, parts, len(table.classes), math.sqrt(len(table.columns)))
 
 
 def table(name: str) -> tuple[Tensor, Tensor, int]:
     """Training records of a tabular set, encoded by public ranges and projected on the unit ball."""
-    data = prepare(name, "public")
+    data = prepare(name)
     rows = data.parts.train
     x = torch.tensor(data.X[rows], dtype=torch.float32)
     x = x / x.norm(dim=1, keepdim=True).clamp(min=1.0)
