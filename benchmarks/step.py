@@ -30,8 +30,9 @@ def main() -> None:
             device = torch.device(options.device)
             for row in measure(name, batch, options.modes, device, seconds=options.seconds, tf32=options.tf32):
                 rows.append(row)
-                print(f"{row.model:9} {row.batch:6} {row.mode:13} {row.ms:9.3f} ms  x{row.ratio:5.2f}  "
-                      f"{row.peak_gib if row.peak_gib is not None else '':>7} GiB  +-{row.spread:.0%}", file=sys.stderr)  # fmt: skip
+                memory = "" if row.peak_gib is None else f"{row.peak_gib:.2f} GiB"
+                line = f"{row.model:9} {row.batch:6} {row.mode:13} {row.ms:9.3f} ms  x{row.ratio:5.2f}  {memory}"
+                print(f"{line}  +-{row.spread:.0%}", file=sys.stderr)
             write_csv(rows, options.out)
     plot(rows, options.out.with_suffix(".png"))
 

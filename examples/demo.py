@@ -13,7 +13,6 @@ import matplotlib.pyplot as plt
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
@@ -35,7 +34,10 @@ def main() -> None:
     X, y = torch.tensor(encoded.X), torch.tensor(encoded.y).long()
     train, test = torch.as_tensor(parts.train), torch.as_tensor(parts.test)
     delta = 1e-6
-    console.print(f"Adult: {len(train)} training records, {X.shape[1]} features, income > 50K in {y.double().mean():.1%}")
+    share = y[test].double().mean().item()
+    console.print(
+        f"Adult: {len(train)} training records, {X.shape[1]} features; income > 50K in {share:.1%} of the test set"
+    )
 
     torch.manual_seed(0)
     model = wc.models.MLP(X.shape[1], hidden=(16,), out_features=2)

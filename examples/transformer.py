@@ -1,4 +1,4 @@
-"""A small transformer encoder on tokens, trained privately: attention has no Lipschitz constant, bounded factors need none.
+"""A small transformer encoder on tokens, trained privately: attention has no gain, and bounded factors need none.
 
 Each record of Adult becomes a sequence of 14 tokens (one per column, numbers cut into public bins). Every layer with
 parameters has an enforced input radius and cotangent radius inside its weight-gradient product, so nothing has to be

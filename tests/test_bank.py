@@ -32,7 +32,7 @@ def _exact(module: nn.Module) -> float:
     "model",
     [
         nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 300), nn.Linear(300, 300), nn.Linear(300, 1)),
-        nn.Sequential(nn.Conv2d(4, 8, 3, groups=2, stride=2), nn.ConvTranspose2d(8, 4, 3, stride=2), nn.Conv1d(3, 6, 5)),
+        nn.Sequential(nn.Conv2d(4, 8, 3, groups=2, stride=2), nn.ConvTranspose2d(8, 4, 3), nn.Conv1d(3, 6, 5)),
         models.ConvNet(),
         models.WideResNet(16, 1),
     ],

@@ -197,7 +197,8 @@ def write_csv(rows: Sequence[StepRow], path: Path) -> None:
     with scratch.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        for row in rows:
+            writer.writerow(asdict(row))
     scratch.replace(path)
 
 

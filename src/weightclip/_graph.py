@@ -116,7 +116,7 @@ def _refuse_modules(model: nn.Module) -> None:
         if module_rule(module) or layer_rule(module):
             _refuse_hooks(path, module)
         if hasattr(module, "parametrizations"):
-            table = cast("dict[str, list[nn.Module]]", module.parametrizations)
+            table = cast(Any, module.parametrizations)
             found = [type(step).__name__.lstrip("_") for steps in table.values() for step in steps]
             raise CertificationError(
                 f"module '{path}' ({type(module).__name__}) is parametrised by {', '.join(found)}: clipping the "
@@ -321,7 +321,7 @@ def _refuse_hooks(path: str, module: nn.Module) -> None:
 def _lookup(program: torch.export.ExportedProgram, target: str) -> Tensor:
     for table in (program.state_dict, program.constants):
         if target in table and isinstance(table[target], Tensor):
-            return table[target]
+            return cast(Tensor, table[target])
     raise CertificationError(f"buffer '{target}' of the model was not found.")
 
 

@@ -92,7 +92,7 @@ class Release:
             self.filled[index] = True
 
     def sensitivities(self, evaluations: dict[str, Evaluation]) -> Tensor:
-        """Delta_k of every layer, slack and floor included: a float64 vector, on the CPU where all are plain numbers."""
+        """Delta_k of every layer, slack and floor included: float64, on the CPU where all are plain numbers."""
         values = [e.sensitivity for e in evaluations.values()]
         device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
         if device.type == "cpu":

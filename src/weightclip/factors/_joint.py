@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class JointCap:
         scale = torch.where(torch.isfinite(total), scale, torch.zeros_like(scale))
         for use in uses:
             for parameter, gradient in _products(use, scale):
-                self.deliver(parameter, gradient)
+                self.deliver(cast(nn.Parameter, parameter), gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copied model trains on its own
@@ -149,10 +149,10 @@ def _record_norm(use: _Use, caps: int) -> Tensor:
     """Norm (exact, or an upper bound) of each record's gradient of this use, beta on the bias."""
     layer, x, d = use.layer, use.x, use.d
     beta = layer._wc_beta if getattr(layer, "bias", None) is not None and layer.bias.requires_grad else 0.0
-    d_norm = squared_norm(d).sqrt()
+    d_norm, product = squared_norm(d).sqrt(), layer._wc_product.dtype
     if isinstance(layer, nn.Linear):
         if math.prod(x.shape[1:-1]) > 1:
-            return position_gram(x, d, beta, layer._wc_product.dtype)
+            return position_gram(x, d, beta, product)
         return (squared_norm(x) + beta**2).sqrt() * d_norm
     if isinstance(layer, nn.Embedding):
         return d_norm * math.sqrt(max(1, math.prod(x.shape[1:])))
@@ -166,7 +166,7 @@ def _record_norm(use: _Use, caps: int) -> Tensor:
             squares = patch_norm_squared(x, out, kernel, stride, dilation, padding)
             return (squares + beta**2 * math.prod(out)).sqrt() * d_norm
         geometry = Geometry(kernel, tuple(stride), tuple(padding), tuple(dilation), groups)
-        return conv_record_norm(x, d, geometry, beta, caps, layer._wc_product.dtype)
+        return conv_record_norm(x, d, geometry, beta, caps, product)
     first = use.conf[0]
     dims = [k for k in range(1, x.dim()) if not first <= k < first + layer.weight.dim()]
     return affine_record_norm(x, d, dims, beta)

@@ -20,17 +20,17 @@ from weightclip.factors._limits import CAP, COTANGENT, KIND_SHIFT, RADIUS, Produ
 from weightclip.factors._record_norms import CHEAPEST
 
 _INF = float("inf")
-_EAGER = {f: eager_twin(f) for f in (AffineFunction, ConvFunction, DenseFunction, EmbeddingFunction)}
+_EAGER: dict[Any, Any] = {f: eager_twin(f) for f in (AffineFunction, ConvFunction, DenseFunction, EmbeddingFunction)}
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+def _apply(function: Any, *args: Any) -> Tensor:
     if not torch.is_grad_enabled():  # no backward to bound; torch.compile could not trace the Function here
         return function.forward(*args[:-1])
     if args[-1] is not None:
         return _apply_counting(function, *args)
     args = args[:-1]
     chosen = function if transforming() else _EAGER[function]
-    return chosen.apply(*args)  # type: ignore[return-value]
+    return chosen.apply(*args)
 
 
 @torch.compiler.disable
