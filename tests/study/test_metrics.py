@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weightclip.study._metrics import expected_calibration_error, metrics, wilcoxon_p
+from weightclip.study._metrics import area_under_curve, expected_calibration_error, metrics, wilcoxon_p
 
 
 def test_binary_scores():
@@ -38,3 +38,13 @@ def test_signed_rank():
     assert wilcoxon_p(a, a) == 1.0
     assert wilcoxon_p(a + 0.5 + a, a) == pytest.approx(2 / 2**10)  # all ten pairs point one way: exact
     assert wilcoxon_p(0.1 + 0.2 * np.ones(10), 0.3 * np.ones(10)) == 1.0  # rounding is not a difference
+
+
+def test_area_under_curve_agrees_with_scikit_learn():
+    from sklearn.metrics import roc_auc_score
+
+    rng = np.random.default_rng(0)
+    y = rng.uniform(size=200) < 0.3
+    score = np.round(rng.normal(size=200) + y, 1)  # with ties
+    assert area_under_curve(score, y) == pytest.approx(roc_auc_score(y, score))
+    assert area_under_curve(score, np.zeros(200, dtype=bool)) == 0.5

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
 from weightclip._fast_mlp import Logistic, Settings, Softmax, train_many
-from weightclip._fast_mlp._train import _Data
+from weightclip._fast_mlp._data import Data
 from weightclip._streams import Streams
 from weightclip.mechanisms import AdamAware, Equal
 from weightclip.models import MLP
@@ -50,7 +50,7 @@ def test_no_record_exceeds_its_sensitivity(variant: str, norm: GroupNorm | None,
     y = y if classes == 2 else np.arange(len(y)) % 3
     objective = Logistic() if classes == 2 else Softmax(3)
     settings = Settings(hidden=(8,), batch=len(X), epochs=12, lr=0.3, **VARIANTS[variant])
-    data = _Data(X, y, objective, None, 1, torch.device("cpu"))
+    data = Data(X, y, objective, None, 1, torch.device("cpu"))
     stack = StudyStack(data, [settings], [Streams.seeded(0)], objective, [norm])
     stack.sigma, stack.noisy = stack.vector([1.0]), True
     stack.start(None)
@@ -119,7 +119,7 @@ def test_agrees_with_the_engine_without_noise(bounds: wc.Bounds, extra: dict, no
     X, y = records()
     settings = Settings(hidden=(8,), batch=len(X), epochs=6, lr=0.03, bias_scale=0.5, **extra)
     objective = Logistic()
-    data = _Data(X, y, objective, None, 1, torch.device("cpu"))
+    data = Data(X, y, objective, None, 1, torch.device("cpu"))
     stack = StudyStack(data, [settings], [Streams.seeded(3)], objective, [norm])
     stack.start(None)
     middle = [SafeGroupNorm(norm.groups, 8, norm.alpha)] if norm else []

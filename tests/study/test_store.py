@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sqlite3
 from pathlib import Path
 
@@ -72,6 +73,20 @@ def test_claims_exclude_others_until_they_lapse(tmp_path: Path):
     assert second.claim([{"x": 1}, {"x": 2}]) == [False, True]
     late = Store(tmp_path / "s.sqlite", lapse=0.0)
     assert late.claim([{"x": 1}]) == [True]
+
+
+def _claims_and_dies(path: str) -> None:
+    Store(path).claim([{"x": 1}])
+    os._exit(9)  # as if killed: nothing is cleaned up
+
+
+def test_what_a_killed_worker_had_begun_is_redone_at_once(tmp_path: Path):
+    path = str(tmp_path / "s.sqlite")
+    worker = multiprocessing.get_context("fork").Process(target=_claims_and_dies, args=(path,))
+    worker.start()
+    worker.join(30)
+    assert worker.exitcode == 9
+    assert Store(path).compute([{"x": 1}], lambda keys: [{"v": 5}]) == [{"v": 5}]
 
 
 def _worker(path: str, log: str) -> None:

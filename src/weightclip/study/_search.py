@@ -36,14 +36,14 @@ class Budget:
         final_seeds: Seeds of a finalist.
     """
 
-    structures: int = 6
+    structures: int = 4
     rounds: int = 1
-    parents: int = 2
+    parents: int = 1
     each: int = 8
     seeds: int = 4
-    large_seeds: int = 2
-    finalists: int = 4
-    final_seeds: int = 8
+    large_seeds: int = 1
+    finalists: int = 3
+    final_seeds: int = 6
 
     @property
     def trials(self) -> int:
@@ -51,7 +51,7 @@ class Budget:
         return self.each * (self.structures + self.rounds * self.parents)
 
 
-GROUPED = Budget(structures=0, rounds=1, parents=3, finalists=3)
+GROUPED = Budget(structures=0, rounds=0, parents=2)
 """With group normalisation: around what was chosen without it, with groups and α free; the same for every method."""
 
 QUICK = Budget(structures=2, rounds=1, parents=1, each=2, seeds=2, large_seeds=1, finalists=2, final_seeds=2)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from weightclip._fast_mlp import Budget, Objective, Run, Settings
 from weightclip._fast_mlp._bounds import scales
+from weightclip._fast_mlp._data import Data
 from weightclip._fast_mlp._settings import noise_multiplier
-from weightclip._fast_mlp._train import _Data, _Stack
+from weightclip._fast_mlp._train import _Stack
 from weightclip._streams import Streams
 from weightclip.errors import WeightclipError
 from weightclip.nn._norm import safe_normalise
@@ -74,7 +75,7 @@ class StudyStack(_Stack):
 
     def __init__(
         self,
-        data: _Data,
+        data: Data,
         settings: list[Settings],
         streams: list[Streams],
         objective: Objective,
@@ -115,7 +116,7 @@ class StudyStack(_Stack):
         """Adds the gradients of some records; records are the last dimension of everything here."""
         seeds, runs, width = len(self.streams), len(self.settings), self.sizes[1]
         (w1, b1), (w2, b2) = weights
-        x = self.data.x.index_select(0, index.flatten()).view(seeds, -1, self.sizes[0]).to(self.dtype)
+        x = self.data.x.index_select(0, index.flatten()).view(*index.shape, -1).to(self.dtype)
         square = self.data.square[index][:, None, :].to(self.dtype)
         radius = self.input_radius.to(self.dtype)[:, None]
         shrink = (radius / square.sqrt().clamp(min=1e-30)).clamp(max=1.0)  # seeds x runs x records
@@ -153,7 +154,7 @@ class StudyStack(_Stack):
 
     def _factors(self, deltas: list[Tensor], x_norms: list[Tensor]) -> list[Tensor]:
         """One number per record and layer that bounds its gradient (SOUNDNESS section 4); 0 if it is not finite."""
-        d_norms = [torch.linalg.vector_norm(d, dim=2) for d in deltas]
+        d_norms = [d.square().sum(2).sqrt() for d in deltas]  # vector_norm is slow along this dimension
         total = d_norms[0] * x_norms[0] + d_norms[1] * x_norms[1]
         if self.joint:
             t = self.joint_cap.to(self.dtype)
@@ -181,7 +182,7 @@ def train_stacked(
 ) -> list[list[Run]]:
     """`weightclip._fast_mlp.train_many` for the study's networks: same draws, noise and guarantees; runs by setting."""
     streams = [Streams.seeded(s) for s in seeds]
-    data = _Data(X, y, objective, None, len(streams), torch.device("cpu"))
+    data = Data(X, y, objective, None, len(streams), torch.device("cpu"))
     stacks: dict[tuple, list[int]] = defaultdict(list)
     for i, (s, norm) in enumerate(zip(settings, norms, strict=True)):
         kind = None if s.joint_cap is not None else s.allocation

@@ -1,7 +1,7 @@
 """A results store: one SQLite file, one row per run, keyed by the hash of its settings.
 
-Nothing is computed twice, also with several workers: a worker claims a key before it computes, and a claim lapses, so
-that what a killed worker had begun is redone. A row whose checksum does not match its content is redone as well.
+Nothing is computed twice, also with several workers: a worker claims a key before it computes, and a claim ends with its
+process (on another machine: after a while), so that what a killed worker had begun is redone. A row whose checksum does not match its content is redone as well.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import sqlite3
 import time
 import uuid
@@ -83,7 +84,7 @@ class Store:
 
     def __init__(self, path: str | Path, lapse: float = 1800.0) -> None:
         self.path, self.lapse = Path(path), lapse
-        self.owner = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.owner = f"{platform.node()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._connect() as db:
             db.execute("PRAGMA journal_mode=WAL")
@@ -145,9 +146,8 @@ class Store:
                 row = db.execute(
                     "SELECT key, value, checksum, owner, claimed FROM runs WHERE hash = ?", (digest,)
                 ).fetchone()
-                busy = row is not None and row[1] is None and row[3] != self.owner and row[4] is not None
-                alive = busy and row is not None and row[4] > time.time() - self.lapse
-                if _read(row[:3] if row else None, text) is not None or alive:
+                busy = row is not None and row[1] is None and row[3] != self.owner and self._alive(row[3], row[4])
+                if busy or _read(row[:3] if row else None, text) is not None:
                     taken.append(False)
                     continue
                 db.execute(
@@ -157,6 +157,21 @@ class Store:
                 taken.append(True)
             db.execute("COMMIT")
         return taken
+
+    def _alive(self, owner: str | None, claimed: float | None) -> bool:
+        """Whether a claim still counts: not lapsed, and on this machine its process is still there."""
+        if owner is None or claimed is None or claimed <= time.time() - self.lapse:
+            return False
+        host, process, _ = owner.rsplit(":", 2)
+        if host != platform.node():
+            return True
+        try:
+            os.kill(int(process), 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
 
     def release(self, keys: Sequence[Key]) -> None:
         """Give back claims of this worker that have no result."""

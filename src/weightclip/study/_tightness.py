@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip.losses import BCEWithLogits
+from weightclip.losses import BCEWithLogits, Loss
 from weightclip.models import MLP
 
 Array = NDArray[np.float64]
@@ -96,7 +97,7 @@ def tightness(
 
 
 def _measure(
-    engine: wc.PrivacyEngine, model: torch.nn.Module, inputs, targets, loss, bounds: wc.Bounds
+    engine: wc.PrivacyEngine, model: torch.nn.Module, inputs: Tensor, targets: Tensor, loss: Loss, bounds: wc.Bounds
 ) -> list[list[float]]:
     """The nine rows of :class:`Tightness` at the present weights, by a forward and backward pass written out."""
     layers = [(path, m) for path, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
