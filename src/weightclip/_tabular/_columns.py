@@ -157,13 +157,11 @@ def canonical(value: object) -> str | None:
     """One spelling for a category, whether it comes from a file or a data frame; None for a missing value."""
     if isinstance(value, str):
         return value
-    if value is None or value != value:  # NaN, NaT
+    kind = type(value).__name__
+    if value is None or kind in ("NAType", "NaTType") or value != value:
         return None
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
-    kind = type(value).__name__
-    if kind in ("NAType", "NaTType"):
-        return None
     if kind in ("bool", "bool_"):
         return "true" if value else "false"
     if isinstance(value, float) or kind.startswith("float"):

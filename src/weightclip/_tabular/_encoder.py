@@ -40,7 +40,7 @@ class Pieces:
         """Features of some raw values.  # rows -> rows x width"""
         edges = np.array(self.edges)
         present = np.isfinite(x)
-        clean = np.where(present, x, edges[0])
+        clean = np.clip(np.where(present, x, edges[0]), edges[0], edges[-1])
         steps = np.clip((clean[:, None] - edges[:-1]) / np.diff(edges), 0.0, 1.0) * 2 - 1
         pieces = len(edges) - 1
         out[:, :pieces] = np.where(present[:, None], steps / math.sqrt(pieces), 0.0)
@@ -64,10 +64,9 @@ class Codes:
         out[:] = 0.0
         if not self.codes:
             return
-        codes = np.array(self.codes)
-        clean = np.where(np.isfinite(x), x, -1).astype(np.int64)
-        place = np.minimum(np.searchsorted(codes, clean), len(codes) - 1)
-        hit = codes[place] == clean
+        codes = np.array(self.codes, dtype=np.float64)
+        place = np.minimum(np.searchsorted(codes, x), len(codes) - 1)  # NaN sorts last and equals nothing
+        hit = codes[place] == x
         out[np.flatnonzero(hit), place[hit]] = 1.0
 
 

@@ -111,9 +111,9 @@ def _from_pandas(series: Any) -> np.ndarray:
     kind = getattr(series.dtype, "kind", "O")
     if kind in "iuf":
         return series.to_numpy(dtype=np.float64, na_value=math.nan)
-    if kind == "b" and not series.isna().any():
-        return series.to_numpy(dtype=object)
-    return series.astype(object).to_numpy()
+    values = np.array(series.astype(object), dtype=object)
+    values[series.isna().to_numpy(dtype=bool)] = None
+    return values
 
 
 def array_columns(X: np.ndarray) -> dict[str, np.ndarray]:
@@ -137,7 +137,7 @@ def describe(name: str, values: np.ndarray) -> Column:
     """What a column's type alone says of it."""
     if values.dtype.kind == "f":
         return Column(name, "numeric")
-    present = [v for v in values[:1000] if v is not None]
+    present = [v for v in values[:1000] if canonical(v) is not None]
     if present and all(type(v).__name__ in ("bool", "bool_") for v in present):
         return Column(name, "flag")
     return Column(name, "categorical")

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from weightclip._tabular import Column, Schema, Table
+from weightclip._tabular._columns import BUCKETS, canonical
+from weightclip._tabular._table import (
+    BLOCK,
+    Coder,
+    array_columns,
+    bucket,
+    describe,
+    frame_columns,
+    to_numbers,
+    to_values,
+)
+from weightclip.errors import WeightclipError
+
+
+@pytest.mark.parametrize("value, text", [
+    ("a", "a"), (3, "3"), (3.0, "3"), (np.float32(3), "3"), (2.5, "2.5"), (True, "true"), (np.bool_(False), "false"),
+    (None, None), (math.nan, None), (b"x", "x"),
+])  # fmt: skip
+def test_one_spelling_for_a_category(value, text):
+    assert canonical(value) == text
+
+
+def test_codes_are_places_or_buckets():
+    assert Coder(Column("c", "categorical", categories=("a", "1")))(["1", "a", 1.0, "z", None]).tolist()[:3] == [
+        1,
+        0,
+        1,
+    ]
+    hashed = Coder(Column("c", "categorical"))(["x", "y", None, "x"])
+    assert hashed[0] == hashed[3] == bucket("x") and hashed[1] == bucket("y") and math.isnan(hashed[2])
+    assert 0 <= bucket("") < BUCKETS
+
+
+def test_buckets_never_change():
+    """Saved models hold them."""
+    assert [bucket(v) for v in ("", "Private", "<=50K")] == [210093, 64087, 226363]
+
+
+def test_a_column_of_identifiers_does_not_fill_memory():
+    coder = Coder(Column("id", "categorical"))
+    coder.known = {i: 0.0 for i in range(1_000_001)}
+    coder(["a"])
+    assert len(coder.known) == 1
+
+
+def frames():
+    pd, pl, pa = pytest.importorskip("pandas"), pytest.importorskip("polars"), pytest.importorskip("pyarrow")
+    data = {"n": [1, 2, None], "x": [0.5, None, 2.0], "s": ["a", None, "b"], "b": [True, False, None]}
+    yield pd.DataFrame(data)
+    yield pd.DataFrame(data).convert_dtypes()
+    yield pl.DataFrame(data)
+    yield pa.table(data)
+
+
+def test_all_kinds_of_frames_give_the_same_table():
+    expected = None
+    for frame in frames():
+        arrays = frame_columns(frame)
+        columns = [describe(name, values) for name, values in arrays.items()]
+        assert [c.kind for c in columns] == ["numeric", "numeric", "categorical", "flag"], type(frame)
+        values = to_values(columns, arrays)
+        if expected is None:
+            expected = values
+        np.testing.assert_array_equal(values, expected)
+    assert expected is not None and expected[:2, 3].tolist() == [1.0, 0.0]
+
+
+def test_pandas_categories_and_dates_are_categorical():
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"c": pd.Categorical(["u", "v", None]), "d": pd.to_datetime(["2020-01-01"] * 3)})
+    arrays = frame_columns(frame)
+    assert [describe(k, v).kind for k, v in arrays.items()] == ["categorical", "categorical"]
+
+
+def test_object_arrays():
+    arrays = array_columns(np.array([[1, "a"], [None, 2]], dtype=object))
+    assert arrays["0"].dtype.kind == "f" and arrays["1"].dtype == object
+    with pytest.raises(TypeError, match="argument must be a string or a number"):
+        array_columns(np.array([[{}]], dtype=object))
+
+
+def test_numbers_from_text():
+    assert to_numbers("x", ["1", "", None, " 2.5 ", "true"]).tolist()[::3] == [1.0, 2.5]
+    with pytest.raises(WeightclipError, match=r"'x' is numeric.*\(row 12\)") as caught:
+        to_numbers("x", ["1", "2", "secret"], 10)
+    assert "secret" not in str(caught.value)
+
+
+def test_missing_column():
+    with pytest.raises(WeightclipError, match="'b' is missing"):
+        to_values([Column("b", "numeric")], {"a": np.zeros(2)})
+
+
+def test_blocks_cover_the_table_and_the_extra_column():
+    values = np.arange(2.0 * (BLOCK + 5)).reshape(-1, 2)
+    table = Table((Column("a", "numeric"),) * 2, values, extra=-values[:, 0])
+    whole = np.concatenate(list(table.blocks()))
+    assert len(list(table.blocks())) == 2 and np.array_equal(whole, np.column_stack([values, -values[:, 0]]))
+
+
+@pytest.mark.parametrize("bad, match", [
+    ([], "expected an object"), ({"columns": [{"name": "a"}]}, "'name' and 'type'"), ({"colums": []}, "unknown entry"),
+    ({"columns": [{"name": "a", "type": "numeric", "low": 1}]}, "both low and high"),
+    ({"columns": [{"name": "a", "type": "numeric", "low": 2, "high": 1}]}, "low <= high"),
+    ({"columns": [{"name": "a", "type": "text"}]}, "type must be"),
+    ({"columns": [{"name": "a", "type": "flag", "low": 0, "high": 1}]}, "takes no range"),
+    ({"columns": [{"name": "a", "type": "numeric", "categories": ["x"]}]}, "takes no categories"),
+    ({"columns": [{"name": "a", "type": "categorical", "categories": ["x", "x"]}]}, "twice"),
+    ({"columns": [{"name": "a", "type": "flag"}, {"name": "a", "type": "flag"}]}, "twice"),
+])  # fmt: skip
+def test_bad_schemas_fail_with_one_line(bad, match):
+    with pytest.raises(WeightclipError, match=match) as caught:
+        Schema.from_json(bad)
+    assert "\n" not in str(caught.value)
+
+
+def test_schema_round_trip_and_bundled_sets(tmp_path):
+    from weightclip.study import data
+
+    for name in data.names():
+        schema = Schema.of_study(data.describe(name))
+        assert Schema.from_json(schema.to_json()) == schema
+    (tmp_path / "bad.json").write_text("{")
+    for path, match in ((tmp_path / "bad.json", "not valid JSON"), (tmp_path / "none.json", "cannot read")):
+        with pytest.raises(WeightclipError, match=match):
+            Schema.read(path)
