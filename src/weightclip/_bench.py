@@ -195,7 +195,7 @@ def write_csv(rows: Sequence[StepRow], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".part")
     with scratch.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for row in rows:
             writer.writerow(asdict(row))

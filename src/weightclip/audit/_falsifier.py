@@ -169,7 +169,8 @@ class _Search:
 
     def squares(self, x: Tensor, y: Tensor) -> Tensor:
         """(layers,) squared norms of one record's gradient; differentiable in x."""
-        z, pull = vjp(lambda p: functional_call(self.model, p, (x[None],)), self.parameters)
+        run = vjp(lambda p: functional_call(self.model, p, (x[None],)), self.parameters)
+        z, pull = run[0], run[1]
         gradients = pull(self.loss.gradient(z, y[None]))[0]
         total = [x.new_zeros((), dtype=torch.float64) for _ in range(self.layers)]
         for block in self.engine._release.blocks:

@@ -110,10 +110,12 @@ class _Stash(torch.autograd.Function):
         return gx, None, None, None, None
 
 
-@torch.compiler.disable
-def joint_forward(layer: Any, x: Tensor, conf: tuple[Any, ...] = ()) -> Tensor:
+def _joint_forward(layer: Any, x: Tensor, conf: tuple[Any, ...] = ()) -> Tensor:
     """The layer's forward with its factors going to the joint cap (breaks compiled graphs, results are the same)."""
     return _Stash.apply(x, layer.weight, getattr(layer, "bias", None), layer, conf)  # type: ignore[return-value]
+
+
+joint_forward: Any = torch.compiler.disable(_joint_forward)
 
 
 def _native(layer: Any, x: Tensor, conf: tuple[Any, ...]) -> Tensor:

@@ -33,10 +33,12 @@ def _apply(function: Any, *args: Any) -> Tensor:
     return chosen.apply(*args)
 
 
-@torch.compiler.disable
-def _apply_counting(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+def _counting(function: Any, *args: Any) -> Tensor:
     """With a counter, which the backward changes: breaks compiled graphs, results are the same."""
-    return _EAGER[function].apply(*args)  # type: ignore[return-value]
+    return _EAGER[function].apply(*args)
+
+
+_apply_counting: Any = torch.compiler.disable(_counting)
 
 
 class _Private:
