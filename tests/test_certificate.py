@@ -11,7 +11,9 @@ from torch import nn
 
 import weightclip as wc
 from weightclip.bounds import Numerics
+from weightclip.certificate import build_plan
 from weightclip.errors import CertificationError, WeightclipError
+from weightclip.losses import recognise
 
 CE = nn.CrossEntropyLoss()
 
@@ -117,6 +119,25 @@ def test_half_precision_rounds_activations_and_cotangents():
     rounded = wc.certify(model, CE, input_radius=1.0, example=torch.zeros(1, 2), numerics=bf16).sensitivities
     # three products of two factors each, and the activation's own rounding
     assert rounded["0"] > plain["0"] * (1 + 2.0**-8) and rounded["2"] > plain["2"] * (1 + 2.0**-8)
+
+
+def test_a_gain_at_hand_serves_its_own_input_size_only():
+    """A convolution used at 2 and at 32 places: its norm at 2 is no bound at 32."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.conv = nn.Conv1d(1, 1, 1, bias=False), nn.Conv1d(1, 1, 3, padding=1, bias=False)
+            nn.init.ones_(self.conv.weight)
+
+        def forward(self, x):
+            return self.conv(nn.functional.interpolate(self.conv(self.first(x)), scale_factor=16)).flatten(1)
+
+    plan = build_plan(Twice(), recognise(nn.HuberLoss()), wc.Bounds(input_radius=1.0), torch.zeros(1, 1, 2))
+    node = next(n for n in plan.graph.nodes if n.op.path == "conv")
+    known = {"conv": node.layer.gain(node.op.module, node.op, 2, Numerics())}
+    fresh, reused = plan.evaluate(Numerics()), plan.evaluate(Numerics(), known)
+    assert float(reused["first"].sensitivity) == pytest.approx(float(fresh["first"].sensitivity))
 
 
 def test_what_certify_needs():

@@ -22,7 +22,7 @@ from weightclip._graph_safety import (
     refuse_unseen_writes,
 )
 from weightclip.bounds import Edge, LayerRule, Op, Rule, layer_rule, module_rule, operator_rule
-from weightclip.errors import CertificationError
+from weightclip.errors import CertificationError, ContractError
 from weightclip.factors import plain_forward
 
 _REFUSED = {
@@ -56,6 +56,20 @@ class Graph:
     nodes: list[Node]
     output: int
     inputs: list[int] = field(default_factory=list)
+
+    def refuse_other_shapes(self, *args: Any) -> None:
+        """Bounds hold for the shapes they were certified at: inputs of any other shape are an error.
+
+        Args:
+            args: What the model is called with; tensors are compared in order, but for their number of records.
+        """
+        given = [tuple(a.shape[1:]) for a in args if isinstance(a, Tensor)]
+        certified = [self.nodes[i].op.out_shape for i in self.inputs]
+        if given != certified:
+            raise ContractError(
+                f"the model got records of shape {given} but is certified for {certified}: bounds grow with the size "
+                "of the input. Pass records of the certified shape, or make the model private with example= of this one."
+            )
 
     def layers(self) -> dict[str, list[int]]:
         """Module path -> nodes, for every layer with parameters, in order of first use."""

@@ -120,6 +120,7 @@ class Plan:
         self.quantiles: Quantiles | None = None  # where limits follow private quantiles
         self.loss_shape = graph.nodes[graph.output].op.out_shape  # of the loss's argument, one record
         self._checked = False
+        self._first_use = {path: uses[0] for path, uses in graph.layers().items()}
         self._static = {}
         for i, node in enumerate(graph.nodes):
             if node.rule is not None:
@@ -191,8 +192,9 @@ class Plan:
                 outputs.append(times(forward.output(inputs), half))
                 continue
             assert node.layer is not None and node.op.module is not None
-            module, path = node.op.module, node.op.path
-            c2 = _host(known[path] if path in known else node.layer.gain(module, node.op, 2, numerics))
+            module = node.op.module
+            at_hand = self._at_hand(node, known)
+            c2 = _host(node.layer.gain(module, node.op, 2, numerics) if at_hand is None else at_hand)
             if isinstance(c2, float) and math.isinf(c2):  # not wanted: every layer's factors are bounded
                 gains.append((c2,))
                 outputs.append(c2)
@@ -201,6 +203,14 @@ class Plan:
             gains.append((chained,))
             outputs.append(times(_host(node.layer.output(module, node.op, c2, inputs[0])), half))
         return gains, outputs
+
+    def _at_hand(self, node: Node, known: Mapping[str, Scalar]) -> Scalar | None:
+        """A gain that need not be recomputed; it was taken at the layer's first use, and norms grow with the input."""
+        found = known.get(node.op.path)
+        if found is None or (isinstance(found, float) and math.isinf(found)):
+            return found
+        first = self.graph.nodes[self._first_use[node.op.path]]
+        return found if node.op.shapes == first.op.shapes else None
 
     def _inputs(self, node: Node, outputs: list[Scalar]) -> list[Scalar]:
         """l2 bounds of a node's inputs, after the projection its module may have.
