@@ -40,20 +40,19 @@ def project_records(x: Tensor, radius: float, detach: bool = False) -> Tensor:
         return project_records(x.unsqueeze(1), radius, detach).squeeze(1) if x.dim() else x
     dims = tuple(range(1, x.dim()))
     wide = x.float() if x.dtype in _HALF else x
-    finite = torch.isfinite(wide)
-    for dim in dims:
-        finite = finite.all(dim, keepdim=True)
+    largest = torch.linalg.vector_norm(wide.detach(), math.inf, dims, keepdim=True)  # not finite if an entry is not
+    finite = torch.isfinite(largest)
     clean = torch.where(finite, wide, torch.zeros((), dtype=wide.dtype, device=x.device))
     if math.isinf(radius):
         return clean.to(x.dtype)
     radius = radius * (1 - _HALF.get(x.dtype, 0.0))  # rounding to half precision must not lead out of the ball
     # entries are divided by the largest one first: squares neither overflow nor vanish
-    largest = clean.detach().abs().amax(dims, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
+    tiny = torch.finfo(wide.dtype).tiny
+    largest = torch.where(finite, largest, torch.full_like(largest, tiny)).clamp(min=tiny)
     unit = clean / largest
-    square = unit.square().sum(dims, keepdim=True).clamp(min=0.25)  # at least 1 but for a zero record
-    inside = largest * square.detach().sqrt() <= radius
-    root = (square.detach() if detach else square).rsqrt()
-    return torch.where(inside, clean, unit * (radius * root)).to(x.dtype)
+    norm = torch.linalg.vector_norm(unit.detach() if detach else unit, 2, dims, keepdim=True).clamp(min=0.5)
+    inside = largest * norm.detach() <= radius  # norm is at least 1 but for a zero record
+    return torch.where(inside, clean, unit * (radius / norm)).to(x.dtype)
 
 
 class InputProjection:

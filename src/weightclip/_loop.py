@@ -47,6 +47,7 @@ class TrainingLoop:
     steps: int
     plan: Plan
     _plans: dict[tuple[bool, ...], Plan]
+    _loss_bounds: dict[tuple[int, ...], float]
     _example: tuple[Any, ...]
     _gains: Gains
     _clip: WeightClipper
@@ -136,7 +137,9 @@ class TrainingLoop:
         """Sensitivities of this step: at the present weights, in the present modes, for the loss's actual argument."""
         self._use_mode(modes)
         self._autocast = autocast
-        self.plan.loss_bound, self.plan.loss_shape = self.criterion.loss.bound(shape, self.bounds.p), shape
+        if shape not in self._loss_bounds:
+            self._loss_bounds[shape] = self.criterion.loss.bound(shape, self.bounds.p)
+        self.plan.loss_bound, self.plan.loss_shape = self._loss_bounds[shape], shape
         self._versions = self._watch.versions()
         try:
             self._sensitivities = self._release.sensitivities(self._evaluate())

@@ -162,7 +162,7 @@ class PrivacyEngine(TrainingLoop):
         self.model, self.optimizer, self.criterion = module, optimizer, PrivateCriterion(criterion, loss, self)
         self._install()
         self._watch = Watch(module, limits_move=self._quantiles is not None)
-        self._plans = {self._watch.modes(): self.plan}
+        self._plans, self._loss_bounds = {self._watch.modes(): self.plan}, {}
         self._reset_batch()
         self._info = None
         self._resumed = 0
