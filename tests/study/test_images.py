@@ -15,7 +15,7 @@ import weightclip as wc
 from weightclip.bounds import operator_norm_bound
 from weightclip.study.images._check import _on, largest_shares
 from weightclip.study.images._engine import audit_head, head_bounds, head_loss, head_model
-from weightclip.study.images._heads import HeadTrainer
+from weightclip.study.images._heads import HeadTrainer, noise_seed
 from weightclip.study.images._product import Features, collect, encode, integer_product, quantise
 from weightclip.study.images._search import METHODS, proposals
 from weightclip.study.images._settings import ALLOCATIONS, HeadSettings
@@ -198,6 +198,61 @@ def test_noise_has_the_law_that_is_accounted(name: str) -> None:
         assert float((trainer.sensitivities / trainer.scales).square().sum()) == pytest.approx(1 / sigma**2, rel=1e-6)
     else:
         assert trainer.scales.tolist() == pytest.approx([sigma * t for t in s.joint_cap], rel=1e-4)
+
+
+def test_no_two_runs_share_noise() -> None:
+    def noise(settings: HeadSettings, seed: int = 0, stream: str = "mnist/final/flat/1.0") -> torch.Tensor:
+        trainer = HeadTrainer(features(), settings, 1.0, seed, stream)
+        trainer.step(torch.full((16,), len(trainer.data)))
+        return trainer.gradients[-1][0].flatten() / trainer.scales[-1].float()
+
+    base = noise(SETTINGS["flat"])
+    assert torch.equal(base, noise(SETTINGS["flat"]))
+    others = [
+        noise(SETTINGS["flat"], seed=1), noise(SETTINGS["flat"], stream="cifar10/final/flat/1.0"),
+        noise(SETTINGS["joint"]), noise(replace(SETTINGS["flat"], steps=5)),
+    ]  # fmt: skip
+    for other in others:
+        cosine = torch.nn.functional.cosine_similarity(base, other, dim=0)
+        assert abs(float(cosine)) < 5 / base.numel() ** 0.5
+    assert noise_seed(SETTINGS["flat"], 1.0, 0, "a") != noise_seed(SETTINGS["flat"], 2.0, 0, "a")
+
+
+@pytest.mark.parametrize("name", ["weights", "sphere", "flat"])
+def test_forgotten_steps_leave_nothing_behind(name: str) -> None:
+    trainer = HeadTrainer(features(), replace(SETTINGS[name], learning_rate=0.5), 1.0, 0)
+    rows = torch.arange(16)
+    state, before = [x.clone() for x in trainer._state()], trainer.contribution(rows)
+    for _ in range(2):
+        trainer.step()
+    trainer._restore(state)
+    after = trainer.contribution(rows)
+    assert torch.equal(before.sensitivities, after.sensitivities)
+    assert all(
+        torch.equal(x, y) for a, b in zip(before.sums, after.sums, strict=True) for x, y in zip(a, b, strict=True)
+    )
+
+
+def test_the_input_norm_is_that_of_the_weights_as_cast() -> None:
+    trainer = HeadTrainer(features(), SETTINGS["free-weights"], 1.0, 0)
+    w = trainer.layers[0][0]
+    w.fill_(1 + 2.0**-8 + 2.0**-12)  # every entry rounds up to 1 + 2^-7
+    trainer.half = torch.bfloat16
+    cast = float(torch.linalg.matrix_norm(w.to(torch.bfloat16).double(), 2))
+    assert cast > 1.003 * float(torch.linalg.matrix_norm(w.double(), 2))
+    assert float(trainer._input_gain()) >= cast * (1 + 2.0**-8)
+
+
+def test_an_output_above_the_bound_of_the_weights_is_scaled_down() -> None:
+    trainer = loud(HeadTrainer(features(), SETTINGS["weights"], 1.0, 0))
+    forward = trainer._forward
+
+    def careless(x: torch.Tensor, layers: list) -> tuple[torch.Tensor, torch.Tensor | None]:
+        z, hidden = forward(x, layers)
+        return z, None if hidden is None else 50 * hidden
+
+    trainer._forward = careless  # type: ignore[method-assign]
+    assert largest_shares(trainer, 12)["layer_1"] <= 1 + 1e-9
 
 
 def test_draws_are_independent_coins() -> None:

@@ -100,11 +100,20 @@ class ImageStudy:
         return features.subset(self.fit_rows), features.subset(self.val_rows)
 
     def trial(
-        self, fit: Features, val: Features, settings: HeadSettings, epsilon: float | None, seed: int = 0
+        self,
+        fit: Features,
+        val: Features,
+        settings: HeadSettings,
+        epsilon: float | None,
+        seed: int = 0,
+        method: str = "",
     ) -> float:
         """Validation accuracy of one run."""
         sigma = self.noise.get(epsilon, len(fit), min(settings.batch, len(fit)), settings.steps)
-        return HeadTrainer(fit, settings, sigma, seed).fit().accuracy(val)
+        return HeadTrainer(fit, settings, sigma, seed, self._stream("trial", method, epsilon)).fit().accuracy(val)
+
+    def _stream(self, stage: str, method: str, epsilon: float | None) -> str:
+        return f"{self.dataset}/{stage}/{method}/{epsilon}"
 
     def choose_features(self) -> FeatureSettings:
         """Greedy: start from the set's first candidate, keep each change that raises the validation accuracy."""
@@ -141,7 +150,7 @@ class ImageStudy:
         """The best of ``trials`` random settings on the validation split."""
         scored = []
         for settings in proposals(method, hidden, epsilon, self.trials):
-            accuracy = self.trial(fit, val, settings, epsilon)
+            accuracy = self.trial(fit, val, settings, epsilon, method=method)
             scored.append((accuracy, settings))
             self._note(stage="tune", method=method, epsilon=epsilon, accuracy=accuracy, quiet=True,
                        settings=settings.to_dict())  # fmt: skip
@@ -163,7 +172,7 @@ class ImageStudy:
         accuracies, shares, seconds = [], None, 0.0
         for seed in range(self.seeds):
             started = time.perf_counter()
-            trainer = HeadTrainer(train, settings, sigma, seed).fit()
+            trainer = HeadTrainer(train, settings, sigma, seed, self._stream("final", method, epsilon)).fit()
             seconds += (time.perf_counter() - started) / self.seeds
             accuracies.append(trainer.accuracy(test))
             if seed == 0 and epsilon is not None:

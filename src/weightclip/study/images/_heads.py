@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from dataclasses import dataclass
 
@@ -24,6 +26,12 @@ def certified_norm(w: Tensor) -> Tensor:
     return gram_iteration(w, 8) if w.is_cuda else spectral_norm(w)
 
 
+def noise_seed(settings: HeadSettings, sigma: float, seed: int, stream: str) -> int:
+    """Seed of a run's draws and noise: a hash of all that tells runs apart, so that no two of them share noise."""
+    told = json.dumps([stream, settings.to_dict(), sigma, seed], sort_keys=True)
+    return int.from_bytes(hashlib.sha256(told.encode()).digest()[:8], "big") >> 1
+
+
 @dataclass
 class Contribution:
     """What one step reads from the records: per-layer sums, and the bounds that hold for each record."""
@@ -35,6 +43,14 @@ class Contribution:
 class HeadTrainer:
     """Trains one head on one data set.
 
+    Args:
+        data: The records, inside the unit ball.
+        settings: The head and how it is trained.
+        sigma: Noise multiplier.
+        seed: Of the initial weights and, hashed with everything else here, of draws and noise.
+        stream: Name of this run among others on the same records (data set, stage, method, epsilon).
+        classes: Number of outputs.
+
     Formal guarantees:
         Each step includes each record independently with probability q = batch/records and releases
         (G_k + s_k N(0, I))/b for all layers jointly with sum_k Delta_k^2/s_k^2 = 1/sigma^2 (joint cap: s_k = sigma t_k
@@ -44,7 +60,9 @@ class HeadTrainer:
         settings, number of records, widths, initial weights. ``sigma = 0`` is not private.
     """
 
-    def __init__(self, data: Features, settings: HeadSettings, sigma: float, seed: int, classes: int = 10) -> None:
+    def __init__(
+        self, data: Features, settings: HeadSettings, sigma: float, seed: int, stream: str = "", classes: int = 10
+    ) -> None:
         self.data, self.settings, self.sigma, self.classes = data, settings, float(sigma), classes
         device = data.codes.device
         self.q = min(1.0, settings.batch / len(data))
@@ -76,7 +94,7 @@ class HeadTrainer:
         self.sensitivities = torch.zeros(len(self.shapes), dtype=torch.float64, device=device)
         self.gains = torch.zeros(len(self.shapes), dtype=torch.float64, device=device)
         self._cache: dict[tuple[float, ...], Tensor] = {}
-        torch.manual_seed(seed + 7919)
+        torch.manual_seed(noise_seed(settings, self.sigma, seed, stream))
         self._clip()
 
     def _views(self, flat: Tensor, sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
@@ -166,15 +184,26 @@ class HeadTrainer:
         if s.layer_radius is not None:
             scales[1] = (s.layer_radius / factors[1].clamp_min(_TINY)).clamp_max(1)
             second = torch.full((), bound * s.layer_radius, dtype=torch.float64, device=device)
-        else:  # ||h|| <= ||W_1|| + ||b_1||; bf16 weights and outputs round by 2^-8 each
-            rounding = 1 + (2.0**-6 if self.half is torch.bfloat16 else 1e-5)
-            x = self._gain(0) * rounding + self.layers[0][1].double().norm()
-            second = bound * (x.square() + s.bias_scale**2).sqrt()
+        else:  # ||h|| <= ||W_1|| + ||b_1||, enforced as a radius: the bound holds whatever the product rounds
+            x = self._input_gain() + self.layers[0][1].double().norm()
+            radius = (x.square() + s.bias_scale**2).sqrt()
+            scales[1] = (radius / factors[1].double().clamp_min(_TINY)).clamp_max(1).float()
+            second = bound * radius
         return scales, torch.stack([first, second]) * _MARGIN
 
     def _gain(self, k: int) -> Tensor:
         """Certified norm of a layer's weight, as ClipWeights left it."""
         return certified_norm(self.layers[k][0]) if self.settings.weight_norm is None else self.gains[k]
+
+    def _input_gain(self) -> Tensor:
+        """Certified norm of the first layer's weight as the forward pass reads it, with room for rounded outputs.
+
+        Casting to bf16 can raise the spectral norm by several percent, so the norm is that of the weight as cast; the
+        outputs then round by 2^-8 relatively, and float32 accumulation by less.
+        """
+        if self.half is torch.float32:
+            return self._gain(0) * (1 + 1e-5)
+        return certified_norm(self.layers[0][0].to(self.half).float()) * (1 + 2.0**-7)
 
     def _constants(self, values: tuple[float, ...]) -> Tensor:
         if values not in self._cache:  # copied to the device once, before a graph is captured
@@ -227,7 +256,16 @@ class HeadTrainer:
             for _ in range(self.settings.steps):
                 self.step()
             return self.finish()
-        state = [x.clone() for x in (self.flat, self.m, self.v, self.mean, self.t)]
+        graph = self.capture()
+        for _ in range(self.settings.steps):
+            graph.replay()
+        torch.cuda.synchronize()
+        del graph
+        return self.finish()
+
+    def capture(self) -> torch.cuda.CUDAGraph:
+        """One step as a CUDA graph; the warm-up steps it takes are forgotten, never released."""
+        state = [x.clone() for x in self._state()]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -237,13 +275,16 @@ class HeadTrainer:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
-        for x, before in zip((self.flat, self.m, self.v, self.mean, self.t), state, strict=True):
-            x.copy_(before)  # the warm-up steps are forgotten, never released
-        for _ in range(self.settings.steps):
-            graph.replay()
-        torch.cuda.synchronize()
-        del graph
-        return self.finish()
+        self._restore(state)
+        return graph
+
+    def _state(self) -> tuple[Tensor, ...]:
+        """All that one step leaves to the next."""
+        return self.flat, self.m, self.v, self.mean, self.t, self.gains
+
+    def _restore(self, state: list[Tensor]) -> None:
+        for x, before in zip(self._state(), state, strict=True):
+            x.copy_(before)
 
     def finish(self) -> HeadTrainer:
         """Refuse a run whose draws were cut short or whose noise was not what was accounted."""
