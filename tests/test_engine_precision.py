@@ -187,6 +187,13 @@ def test_autocast_around_the_model_alone_is_noticed_when_the_output_is_float32()
     assert run.layers()["first"]["sensitivity"] > plain * (1 + 2.0**-8)
 
 
+def test_float16_is_refused() -> None:
+    run = private(mlp(), table(8))
+    x, y = next(iter(run.loader))
+    with torch.autocast("cpu", dtype=torch.float16), pytest.raises(wc.ContractError, match="bfloat16"):
+        run.criterion(run.model(x), y)
+
+
 def test_autocast_must_not_change_within_a_draw() -> None:
     run = private(mlp(), table(8), max_physical_batch_size=4)
     pieces = iter(run.loader)

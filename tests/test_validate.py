@@ -211,6 +211,19 @@ def test_weights_that_are_no_longer_finite_stop_the_run(bounds: wc.Bounds, value
     assert run.engine.steps == before
 
 
+def test_weights_that_would_overflow_activations_stop_the_run() -> None:
+    """Bounds in float64 are still finite, activations in float32 are not: NaN would reach everybody's sum."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    run = private(model, table(8), sigma=1.0).train()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1e20)
+    with pytest.raises(wc.ContractError, match="far too large"):
+        run.train()
+    assert run.engine.steps == 1
+
+
 def test_a_diverging_run_stops_by_itself() -> None:
     run = private(mlp(), table(8), sigma=1.0, optimizer=lambda p: torch.optim.SGD(p, lr=1e30))
     with pytest.raises(wc.ContractError, match="no longer finite"):

@@ -115,6 +115,17 @@ def test_gradients_the_engine_does_not_know_never_enter_a_step() -> None:
         run.optimizer.step()
 
 
+def test_a_hook_that_was_there_before_is_refused_at_once() -> None:
+    for add in (
+        lambda m: m.register_forward_hook(lambda *_: None),
+        lambda m: m[0].register_forward_pre_hook(lambda *_: None),
+    ):
+        model = mlp()
+        add(model)
+        with pytest.raises(wc.ContractError, match="hook"):
+            private(model, table(8))
+
+
 def test_an_early_hook_is_refused() -> None:
     model = mlp()
     model[0].weight.register_post_accumulate_grad_hook(lambda p: None)

@@ -187,7 +187,7 @@ class OutputGate:
             return None
         if module is not engine.model:
             raise ContractError("the private model runs as a replica (DataParallel): use one process and one device.")
-        if DistributedDataParallel._active_ddp_module is not None:
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise ContractError("DistributedDataParallel averages raw gradients before the noise: use the plain model.")
         return _Wall.apply(self.anchor, Passage(output, output._version, autocast))
 

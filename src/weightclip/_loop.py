@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from weightclip.factors import JointCap
 from weightclip.sampling import BatchInfo, PoissonLoader
 
 _NOT_FINITE = (
-    "weights are no longer finite: training stops here; the last saved checkpoint is untouched. "
+    "weights are no longer finite, or far too large: training stops here; the last saved checkpoint is untouched. "
     "Lower the learning rate or set Bounds(weight_norm=...)."
 )
+_OVERFLOW = 1e35  # l2 bound of a layer's input
 
 
 class TrainingLoop:
@@ -117,6 +119,8 @@ class TrainingLoop:
         autocast = passage.autocast
         if autocast is None and logits.dtype in (torch.bfloat16, torch.float16):
             autocast = logits.dtype
+        if autocast == torch.float16:
+            raise ContractError("float16 overflows depending on the data: use torch.autocast with bfloat16.")
         self._watch.check()
         settings = (autocast, self._watch.modes(), tuple(logits.shape[1:]))
         if not self._graded:
@@ -142,7 +146,8 @@ class TrainingLoop:
         self.plan.loss_bound, self.plan.loss_shape = self._loss_bounds[shape], shape
         self._versions = self._watch.versions()
         try:
-            self._sensitivities = self._release.sensitivities(self._evaluate())
+            evaluations = self._evaluate()
+            self._sensitivities = self._release.sensitivities(evaluations)
         except CertificationError:  # an infinite weight looks like a layer without a bound
             if bool(torch.isfinite(self._release.total()).all()):
                 raise
@@ -151,7 +156,9 @@ class TrainingLoop:
         finite = torch.isfinite(self._sensitivities).all()
         if often and not self.plan.needs_gains:  # the bounds do not look at the weights then
             finite = finite & torch.isfinite(self._release.total()).all()
-        if often and not bool(finite):
+        # an activation beyond float32 would make its record's gradient NaN, and with it the sum
+        huge = often and any(_OVERFLOW < float(e.x) < math.inf for e in evaluations.values())
+        if often and (huge or not bool(finite)):
             raise ContractError(_NOT_FINITE)
 
     def _use_mode(self, modes: tuple[bool, ...]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
@@ -75,9 +73,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def refuse_early_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """A hook that runs when a gradient is accumulated would see it before the noise."""
-    for name, parameter in parameters:
+def refuse_early_hooks(model: nn.Module) -> None:
+    """Hooks may change what is certified, and those on accumulation see gradients before the noise."""
+    for path, module in model.named_modules():
+        if _foreign(module):
+            raise ContractError(f"module '{path}' has a forward hook, which may change what is certified: remove it.")
+    for name, parameter in model.named_parameters():
         if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             raise ContractError(
                 f"parameter '{name}' has a post-accumulate hook, which would see gradients before the noise: remove it."

@@ -121,7 +121,7 @@ class PrivacyEngine(TrainingLoop):
         if engine_of(module) is not None:
             raise ContractError("the model is already private: call detach() on its engine first.")
         check_optimizer(module, optimizer)
-        refuse_early_hooks(module.named_parameters())
+        refuse_early_hooks(module)
         self.bounds = bounds or Bounds(input_radius=1.0)
         self.streams = Streams.secure() if generator is None else Streams.seeded(generator)
         self.loader = PoissonLoader(
