@@ -68,7 +68,7 @@ class Graph:
         if given != certified:
             raise ContractError(
                 f"the model got records of shape {given} but is certified for {certified}: bounds grow with the size "
-                "of the input. Pass records of the certified shape, or make the model private with example= of this one."
+                "of the input. Pass records of the certified shape, or give make_private an example= of this one."
             )
 
     def layers(self) -> dict[str, list[int]]:
