@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -62,11 +61,13 @@ def refuse_hidden_gradients() -> Iterator[None]:
             )
         return register(self, hook)
 
-    with (
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(checked_apply)),
-        mock.patch.object(Tensor, "register_hook", checked_register),
-    ):
+    torch.autograd.Function.apply = classmethod(checked_apply)  # type: ignore[assignment, method-assign]
+    Tensor.register_hook = checked_register  # type: ignore[method-assign]
+    try:
         yield
+    finally:
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+        Tensor.register_hook = register  # type: ignore[method-assign]
 
 
 def _vouched_for(frame: FrameType | None) -> bool:
