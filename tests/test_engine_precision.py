@@ -43,13 +43,14 @@ def test_a_compiled_model_trains_as_the_eager_one(kind: str) -> None:
     make, draw = MODELS[kind]
     bounds = wc.Bounds(input_radius=2.0, cotangent_radius=0.5)
     torch._dynamo.reset()
-    run = private(make(), draw(8), bounds=bounds)
+    rate = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "batch": 6}
+    run = private(make(), draw(60), bounds=bounds, **rate)  # ten draws of different sizes
     compiled = torch.compile(run.model, backend="aot_eager", fullgraph=True)
-    eager = private(make(), draw(8), bounds=bounds)
-    for _ in range(2):
-        for value in one_step(run, compiled).values():
-            assert value.dtype == torch.float32
-        one_step(eager)
+    eager = private(make(), draw(60), bounds=bounds, **rate)
+    for value in one_step(run, compiled).values():
+        assert value.dtype == torch.float32
+    one_step(eager)
+    assert run.engine.steps == 10
     for name, value in run.weights().items():
         torch.testing.assert_close(value, eager.weights()[name], rtol=1e-4, atol=1e-5)
     with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._limits import CAP, KIND_SHIFT, cap_scale, masked, record_scale, squared_norm, wide
+from weightclip.factors._limits import CAP, KIND_SHIFT, cap_scale, masked, record_scale, squared_norm, unchunked, wide
 from weightclip.factors._record_norms import FREE, Geometry, conv_record_norm
 
 
@@ -38,17 +38,20 @@ def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_pad
     dtype = torch.promote_types(dtype, x.dtype)  # values of a float64 model may lie beyond float32
     if dtype == torch.float64 and x.is_cuda and x.dim() == 4 and groups == 1 and not transposed:
         return by_taps(x, d, weight.shape[2:], stride, padding, dilation)
-    rows = x.shape[0] if chunk <= 0 else chunk
+    dtype, chunk = unchunked(dtype, chunk)
     kernel = weight.to(dtype)
-    total: Tensor | None = None
-    for start in range(0, max(1, x.shape[0]), max(1, rows)):
-        part = torch.ops.aten.convolution_backward(
-            d[start : start + rows].to(dtype), x[start : start + rows].to(dtype), kernel, None,
-            stride, padding, dilation, transposed, output_padding, groups, (False, True, False),
+
+    def product(x: Tensor, d: Tensor) -> Tensor:
+        return torch.ops.aten.convolution_backward(
+            d.to(dtype), x.to(dtype), kernel, None, stride, padding, dilation, transposed, output_padding, groups,
+            (False, True, False),
         )[1]  # fmt: skip
-        first = part.double() if chunk > 0 else part
-        total = first if total is None else total.add_(part)
-    assert total is not None
+
+    if chunk <= 0:
+        return product(x, d)
+    total = product(x[:chunk], d[:chunk]).double()
+    for start in range(chunk, x.shape[0], chunk):
+        total.add_(product(x[start : start + chunk], d[start : start + chunk]))
     return total
 
 

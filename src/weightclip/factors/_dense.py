@@ -17,6 +17,7 @@ from weightclip.factors._limits import (
     product_rounding,
     record_scale,
     squared_norm,
+    unchunked,
 )
 
 
@@ -54,14 +55,16 @@ def dense_product(x: Tensor, d: Tensor, scale: Tensor | None, dtype: torch.dtype
     """sum_i scale_i delta_i x_i^T, in ``dtype``, optionally in chunks of records summed in float64."""
     d, x = masked(d, scale, True), masked(x, scale, False)
     dtype = torch.promote_types(dtype, x.dtype)  # values of a float64 model may lie beyond float32
-    rows = x.shape[0] if chunk <= 0 else chunk
-    total: Tensor | None = None
-    for start in range(0, max(1, x.shape[0]), max(1, rows)):
-        left = d[start : start + rows].reshape(-1, d.shape[-1]).to(dtype)
-        right = x[start : start + rows].reshape(-1, x.shape[-1]).to(dtype)
-        part = left.t() @ right
-        total = part if total is None else total.double() + part
-    assert total is not None
+    dtype, chunk = unchunked(dtype, chunk)
+
+    def product(x: Tensor, d: Tensor) -> Tensor:
+        return d.reshape(-1, d.shape[-1]).to(dtype).t() @ x.reshape(-1, x.shape[-1]).to(dtype)
+
+    if chunk <= 0:
+        return product(x, d)
+    total = product(x[:chunk], d[:chunk]).double()
+    for start in range(chunk, x.shape[0], chunk):
+        total = total + product(x[start : start + chunk], d[start : start + chunk])
     return total
 
 

@@ -157,6 +157,14 @@ def eager_twin(function: type[torch.autograd.Function]) -> type[torch.autograd.F
     return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": function.backward})
 
 
+def unchunked(dtype: torch.dtype, chunk: int) -> tuple[torch.dtype, int]:
+    """Type and chunk of a product. A compiler would unroll chunks and compile anew for every batch size: float64 then.
+
+    One float64 product rounds less than the chunks it stands for, so that their sensitivity holds for it.
+    """
+    return (torch.float64, 0) if chunk > 0 and torch.compiler.is_compiling() else (dtype, chunk)
+
+
 def transforming() -> bool:
     """Whether a torch.func transform or the compiler is looking."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
