@@ -102,7 +102,7 @@ def test_same_trajectory_as_the_engine(settings, objective, sigma):
 
 def stack_for(settings: Settings, objective, x=X, y=None) -> _Stack:
     y = LABELS[objective.outputs] if y is None else y
-    stack = _Stack(Data(x, y, objective, None, 1, torch.device("cpu")), [settings], [Streams.seeded(0)], objective)
+    stack = _Stack(Data(x, y, objective, None, 1, torch.device("cpu")), [settings], [Streams.seeded(0)], objective, N)
     stack.start(None)
     return stack
 
@@ -301,3 +301,9 @@ def test_records_may_be_looked_up_when_drawn():
     for mine, theirs in zip(lazy, plain, strict=True):
         for a, b in zip(mine.weights, theirs.weights, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_the_public_number_of_records_need_not_be_the_true_one():
+    settings = Settings(hidden=(), batch=20, epochs=2)
+    run = train_many(X, Y, [settings], [0], objective=Softmax(3), noise=1.0, records=100)[0][0]
+    assert (run.q, run.steps, run.batch) == (0.2, 10, 20.0)

@@ -134,10 +134,10 @@ def test_bucket_noise_reaches_empty_buckets():
         def numpy(self, *_):
             return self
 
-        def standard_normal(self, size):
-            assert size == BUCKETS
-            z = np.zeros(size)
-            z[[4, 8]] = 100.0
+        def standard_normal(self, shape):
+            assert shape == (1, BUCKETS)
+            z = np.zeros(shape)
+            z[0, [4, 8]] = 100.0
             return z
 
     assert frequent_buckets(chunks_of(empty), (0,), 1.0, Loud(), "c")[0].tolist() == [4, 8]

@@ -69,6 +69,7 @@ def train_many(
     objective: Objective,
     noise: float | Budget | Sequence[float],
     subsets: Sequence[np.ndarray] | None = None,
+    records: int | None = None,
     init: Sequence[tuple[Tensor, Tensor]] | None = None,
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] | None = None,
@@ -86,6 +87,7 @@ def train_many(
         objective: What is minimised.
         noise: Noise multiplier for all, one for each setting, or the budget of each run.
         subsets: Records of each seed (all of one length), if not all of them: splits that go with the seed.
+        records: Public number of records, from which q and T follow; None declares the true number public.
         init: Initial (weight, bias) of every layer, instead of random ones; all settings then need one architecture.
         device: Where to compute.
         progress: Called with (steps done, steps in all).
@@ -107,11 +109,12 @@ def train_many(
     for i, s in enumerate(settings):
         kind = None if s.joint_cap is not None else s.allocation
         groups[(s.hidden, s.batch, float(s.epochs), s.optimizer, kind)].append(i)
-    total = sum(settings[members[0]].steps(data.n) for members in groups.values())
+    public = data.n if records is None else int(records)
+    total = sum(settings[members[0]].steps(public) for members in groups.values())
     done = 0
     runs: list[list[Run]] = [[] for _ in settings]
     for members in groups.values():
-        stack = _Stack(data, [settings[i] for i in members], streams, objective)
+        stack = _Stack(data, [settings[i] for i in members], streams, objective, public)
         stack.sigma = stack.vector(noise_multiplier(noise, i, stack.q, stack.steps) for i in members)
         stack.noisy = bool((stack.sigma > 0).any())
         stack.start(init)
@@ -146,13 +149,13 @@ def logits(runs: Sequence[Run], X: np.ndarray | Tensor, chunk: int = 1 << 16) ->
 class _Stack:
     """Runs of one architecture, batch size and length: seeds x settings of them."""
 
-    def __init__(self, data: Data, settings: list[Settings], streams: list[Streams], objective: Objective) -> None:
+    def __init__(
+        self, data: Data, settings: list[Settings], streams: list[Streams], objective: Objective, n: int
+    ) -> None:
         self.data, self.settings, self.streams, self.objective = data, settings, streams, objective
         self.device = data.device
         first = settings[0]
-        self.q, self.steps, self.b = first.sample_rate(data.n), first.steps(data.n), float(first.batch)
-        if self.q == 1:
-            self.b = float(data.n)
+        self.q, self.steps, self.b = first.sample_rate(n), first.steps(n), float(min(first.batch, n))
         self.sizes = [data.shape[1], *first.hidden, objective.outputs]
         self.layers = len(self.sizes) - 1
         self.joint = first.joint_cap is not None
@@ -174,7 +177,7 @@ class _Stack:
         self.limits_input = any(s.layer_radius is not None for s in settings)
         self.limits_cotangent = any(s.cotangent_radius is not None for s in settings)
         self.loss_bound = self.vector(objective.bound(s.cap) for s in settings)
-        b_max = largest_batch(self.b, self.q, data.n)
+        b_max = largest_batch(self.b, self.q, n)
         self.slack = 1 + 2 * (b_max + 8) * 2.0**-53 * b_max
         # The flat vector of parameters is W_1, b_1, W_2, b_2, ..., as a model's parameters are ordered.
         self.blocks: list[tuple[int, bool, slice]] = []

@@ -84,6 +84,7 @@ class Plan:
         loss: "huber" or "l1" (regression).
         progress: Called with (steps done, steps in all).
         not_covered: Sentences the report has to add.
+        records: Public number of records; None declares the true one public.
     """
 
     epsilon: float
@@ -95,6 +96,7 @@ class Plan:
     loss: str = "huber"
     progress: Callable[[int, int], None] | None = None
     not_covered: tuple[str, ...] = ()
+    records: int | None = None
 
 
 def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], target: str, plan: Plan):
@@ -111,7 +113,7 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
         Model and report are (report epsilon, delta)-DP under adding or removing one record, given n, the columns' names
         and types, the classes and the plan.
     """
-    n = len(table)
+    n = plan.records or len(table)
     fitted = _preprocess(table, plan, n)
     objective = Logistic() if len(classes) == 2 else Softmax(len(classes))
     run = _train(table, fitted, codes, objective, plan, n)
@@ -122,7 +124,7 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
 
 def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None, target: str, plan: Plan):
     """A private regressor: (model, report, run). As `fit_classifier`; `span` is the target's public range, if known."""
-    n = len(table)
+    n = plan.records or len(table)
     column = Column(_TARGET, "numeric", *(span or (None, None)))
     if span is None:  # the target's range is one more private statistic
         extended = Table((*table.columns, column), table.values, extra=y)
@@ -170,12 +172,13 @@ def _train(table: Table, fitted: Fitted, labels: np.ndarray, objective: Objectiv
     if isinstance(objective, (Huber, Absolute)):
         settings = replace(settings, temperature=1.0, cap=None if isinstance(objective, Absolute) else settings.cap)
     features: Any = _Lazy(table, encoder)
-    if n * encoder.width * 4 <= _IN_MEMORY:
+    if len(table) * encoder.width * 4 <= _IN_MEMORY:
         features = encoder.transform(table.values)
     budget = Budget(plan.epsilon, plan.delta, plan.accountant, fitted.mechanisms)
     return train_many(
-        features, labels, [settings], [plan.streams], objective=objective, noise=budget, progress=plan.progress
-    )[0][0]
+        features, labels, [settings], [plan.streams], objective=objective, noise=budget, records=n,
+        progress=plan.progress,
+    )[0][0]  # fmt: skip
 
 
 def _report(fitted: Fitted, run: Run, plan: Plan, n: int, public: dict[str, Any]) -> dict[str, Any]:

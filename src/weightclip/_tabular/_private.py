@@ -22,6 +22,16 @@ _DECADES = (-6.0, 12.0)  # magnitudes that are told apart when nothing is known 
 _SIDE = 37  # boundaries on each side of zero: two to a decade
 
 
+def release(counts: np.ndarray, touched: int, sigma: float, streams: Streams, label: str) -> np.ndarray:
+    """Counts with Gaussian noise: the only door through which statistics of records leave.
+
+    Formal guarantees:
+        If one record changes at most `touched` of the counts, each by one, the counts move by at most √touched in l2
+        norm, and the release is a Gaussian mechanism with multiplier `sigma` under adding or removing one record.
+    """
+    return counts + sigma * math.sqrt(touched) * streams.numpy(label).standard_normal(counts.shape)
+
+
 class Forest:
     """Noisy counts of binary trees, one for each column, over public leaf boundaries.
 
@@ -58,12 +68,13 @@ class Forest:
                 x = block[:, column]
                 place = np.searchsorted(self.boundaries[j][1:-1], x[np.isfinite(x)], side="right")
                 counts[j] += np.bincount(place, minlength=leaves)
-        self.noise = sigma * math.sqrt(self.levels * len(columns))
-        rng = streams.numpy(label)
         tree = [counts]
         while tree[0].shape[1] > 2:
             tree.insert(0, tree[0].reshape(len(columns), -1, 2).sum(2))
-        self.leaves = consistent([level + self.noise * rng.standard_normal(level.shape) for level in tree])
+        touched = self.levels * len(columns)
+        self.noise = sigma * math.sqrt(touched)
+        noisy = release(np.concatenate(tree, axis=1), touched, sigma, streams, label)
+        self.leaves = consistent(np.split(noisy, np.cumsum([level.shape[1] for level in tree])[:-1], axis=1))
         steps = np.concatenate([np.zeros((len(columns), 1)), np.cumsum(self.leaves, axis=1)], axis=1)
         # The best increasing sequence up to a factor: the mean of the running maximum and the reversed running minimum.
         up = np.maximum.accumulate(steps, axis=1)
@@ -120,7 +131,7 @@ def ranges(
             place = np.searchsorted(boundaries[1:-1], x[np.isfinite(x)], side="right")
             counts[j] += np.bincount(place, minlength=len(boundaries) - 1)
     noise = sigma * math.sqrt(len(columns))
-    noisy = counts + noise * streams.numpy(label).standard_normal(counts.shape)
+    noisy = release(counts, len(columns), sigma, streams, label)
     limit = 10.0 ** _DECADES[1]
     result = []
     for row in noisy:
@@ -171,11 +182,9 @@ def frequent_buckets(
             counts[j] += np.bincount(x[np.isfinite(x)].astype(np.int64), minlength=BUCKETS)
     noise = sigma * math.sqrt(len(columns))
     threshold = 1.0 + 5.2 * noise  # an empty bucket passes with probability 1e-7
-    rng = streams.numpy(label)
     result = []
-    for j in range(len(columns)):
-        noisy = counts[j] + noise * rng.standard_normal(BUCKETS)
-        passed = np.flatnonzero(noisy >= threshold)
-        best = passed[np.argsort(noisy[passed])[::-1][:most]]
+    for row in release(counts, len(columns), sigma, streams, label):
+        passed = np.flatnonzero(row >= threshold)
+        best = passed[np.argsort(row[passed])[::-1][:most]]
         result.append(np.sort(best))
     return result

@@ -40,7 +40,8 @@ class LipDP(BaseEstimator):
         hidden_layer_sizes: Sequence[int] | None = None, epochs: float | None = None,
         batch_fraction: float | None = None, learning_rate: float | None = None, gradient_cap: float | None = None,
         joint_cap: float | None = None, temperature: float | None = None, bias_scale: float | None = None,
-        weight_norm: float | None = None, accountant: str = "pld", random_state: Any = None, verbose: int = 0,
+        weight_norm: float | None = None, accountant: str = "pld", random_state: Any = None,
+        n_records: int | None = None, verbose: int = 0,
         n_jobs: int | None = None,
     ) -> None:  # fmt: skip
         self.epsilon = epsilon
@@ -60,6 +61,7 @@ class LipDP(BaseEstimator):
         self.weight_norm = weight_norm
         self.accountant = accountant
         self.random_state = random_state
+        self.n_records = n_records
         self.verbose = verbose
         self.n_jobs = n_jobs
 
@@ -72,9 +74,12 @@ class LipDP(BaseEstimator):
 
     # -- before a record is read -----------------------------------------------------------------------------------
 
-    def _plan(self, n: int, not_covered: Sequence[str]) -> Plan:
+    def _plan(self, found: int, not_covered: Sequence[str]) -> Plan:
         if not (isinstance(self.epsilon, Real) and 0 < float(self.epsilon) < math.inf):
             raise WeightclipError(f"epsilon must be a positive number, got {self.epsilon!r}.")
+        if self.n_records is not None and not (isinstance(self.n_records, Integral) and self.n_records >= 1):
+            raise WeightclipError(f"n_records must be a whole number, at least 1, got {self.n_records!r}.")
+        n = found if self.n_records is None else int(self.n_records)
         delta = _defaults.delta(n) if self.delta is None else self.delta
         if not (isinstance(delta, Real) and 0 < float(delta) < 1):
             raise WeightclipError(f"delta must lie strictly between 0 and 1, got {delta!r}.")
@@ -94,7 +99,7 @@ class LipDP(BaseEstimator):
         return Plan(
             float(self.epsilon), float(delta), how, chosen, self.accountant, self._streams(),
             loss=getattr(self, "loss", "huber"), progress=Progress() if self.verbose else None,
-            not_covered=tuple(not_covered),
+            not_covered=tuple(not_covered), records=n,
         )  # fmt: skip
 
     def _streams(self) -> Streams:

@@ -46,6 +46,8 @@ class LipDPClassifier(ClassifierMixin, LipDP):
         accountant: "pld" or "rdp".
         random_state: None draws all noise from the operating system. A seed makes fits repeatable, and protects only
             while it is secret.
+        n_records: Public number of records, from which q, the steps and the default δ follow; None declares the true
+            number public.
         verbose: Whether to show progress.
         n_jobs: Threads to compute with; None leaves torch's.
         classes: Public list of class labels; None takes those found in y, which counts them as public.
@@ -70,7 +72,8 @@ class LipDPClassifier(ClassifierMixin, LipDP):
         hidden_layer_sizes: Sequence[int] | None = None, epochs: float | None = None,
         batch_fraction: float | None = None, learning_rate: float | None = None, gradient_cap: float | None = None,
         joint_cap: float | None = None, temperature: float | None = None, bias_scale: float | None = None,
-        weight_norm: float | None = None, accountant: str = "pld", random_state: Any = None, verbose: int = 0,
+        weight_norm: float | None = None, accountant: str = "pld", random_state: Any = None,
+        n_records: int | None = None, verbose: int = 0,
         n_jobs: int | None = None, classes: Sequence[Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -78,7 +81,7 @@ class LipDPClassifier(ClassifierMixin, LipDP):
             preprocessing=preprocessing, hidden_layer_sizes=hidden_layer_sizes, epochs=epochs,
             batch_fraction=batch_fraction, learning_rate=learning_rate, gradient_cap=gradient_cap,
             joint_cap=joint_cap, temperature=temperature, bias_scale=bias_scale, weight_norm=weight_norm,
-            accountant=accountant, random_state=random_state, verbose=verbose, n_jobs=n_jobs,
+            accountant=accountant, random_state=random_state, n_records=n_records, verbose=verbose, n_jobs=n_jobs,
         )  # fmt: skip
         self.classes = classes
 

@@ -41,7 +41,8 @@ class LipDPRegressor(RegressorMixin, LipDP):
         hidden_layer_sizes: Sequence[int] | None = None, epochs: float | None = None,
         batch_fraction: float | None = None, learning_rate: float | None = None, gradient_cap: float | None = None,
         joint_cap: float | None = None, temperature: float | None = None, bias_scale: float | None = None,
-        weight_norm: float | None = None, accountant: str = "pld", random_state: Any = None, verbose: int = 0,
+        weight_norm: float | None = None, accountant: str = "pld", random_state: Any = None,
+        n_records: int | None = None, verbose: int = 0,
         n_jobs: int | None = None, loss: str = "huber", target_bounds: tuple[float, float] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -49,7 +50,7 @@ class LipDPRegressor(RegressorMixin, LipDP):
             preprocessing=preprocessing, hidden_layer_sizes=hidden_layer_sizes, epochs=epochs,
             batch_fraction=batch_fraction, learning_rate=learning_rate, gradient_cap=gradient_cap,
             joint_cap=joint_cap, temperature=temperature, bias_scale=bias_scale, weight_norm=weight_norm,
-            accountant=accountant, random_state=random_state, verbose=verbose, n_jobs=n_jobs,
+            accountant=accountant, random_state=random_state, n_records=n_records, verbose=verbose, n_jobs=n_jobs,
         )  # fmt: skip
         self.loss = loss
         self.target_bounds = target_bounds
