@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine_kit import mlp, private, residual, table, tokens
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import weightclip as wc
 from weightclip._gate import InputProjection, Layout, OutputGate, keeps_records, project_records
+from weightclip.errors import ContractError
 
 
 @given(
@@ -142,3 +145,20 @@ def test_a_class_may_be_left_out_by_a_slice() -> None:
     run.criterion(run.model(x)[:, :2], y).backward()
     run.optimizer.step()
     assert run.grads()["last.weight"][2].abs().max() == 0
+
+
+def test_training_on_records_larger_than_certified_is_refused() -> None:
+    """Gains and positions grow with the input: 16 x 16 pictures under a certificate for 8 x 8."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2))
+    data = TensorDataset(torch.randn(8, 1, 16, 16), torch.zeros(8, dtype=torch.long))
+    engine = wc.PrivacyEngine()
+    model, _, loader, loss = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, batch_size=8),
+        criterion=nn.CrossEntropyLoss(), noise_multiplier=1.0, bounds=wc.Bounds(input_radius=1.0),
+        example=torch.zeros(1, 1, 8, 8),
+    )  # fmt: skip
+    x, _ = next(iter(loader))
+    with pytest.raises(ContractError, match="certified for"):
+        model(x)
+    with torch.no_grad():
+        model(x)  # looking at predictions is free

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from weightclip._graph import refuse_other_shapes
 from weightclip.errors import ContractError
 from weightclip.factors import is_plain
 
@@ -74,6 +75,19 @@ class InputProjection:
 
     def _project(self, x: Tensor) -> Tensor:
         return project_records(x, self.radius, self.detach) if x.is_floating_point() else x
+
+
+class ShapeGuard:
+    """Forward pre-hook of the model: under gradients, records must have the shape that was certified."""
+
+    _weightclip = True
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        self.shapes = shapes
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not is_plain() and torch.is_grad_enabled():
+            refuse_other_shapes(self.shapes, pytree.tree_leaves((args, kwargs)))
 
 
 @dataclass

@@ -8,6 +8,7 @@ the way: every activation keeps the symbolic record dimension in front, and each
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -63,13 +64,12 @@ class Graph:
         Args:
             args: What the model is called with; tensors are compared in order, but for their number of records.
         """
-        given = [tuple(a.shape[1:]) for a in args if isinstance(a, Tensor)]
-        certified = [self.nodes[i].op.out_shape for i in self.inputs]
-        if given != certified:
-            raise ContractError(
-                f"the model got records of shape {given} but is certified for {certified}: bounds grow with the size "
-                "of the input. Pass records of the certified shape, or give make_private an example= of this one."
-            )
+        refuse_other_shapes(self.input_shapes, args)
+
+    @property
+    def input_shapes(self) -> list[tuple[int, ...]]:
+        """Shape of one record of each input."""
+        return [self.nodes[i].op.out_shape for i in self.inputs]
 
     def layers(self) -> dict[str, list[int]]:
         """Module path -> nodes, for every layer with parameters, in order of first use."""
@@ -78,6 +78,16 @@ class Graph:
             if node.layer is not None:
                 found.setdefault(node.op.path, []).append(index)
         return found
+
+
+def refuse_other_shapes(certified: list[tuple[int, ...]], args: Iterable[Any]) -> None:
+    """See :meth:`Graph.refuse_other_shapes`."""
+    given = [tuple(a.shape[1:]) for a in args if isinstance(a, Tensor)]
+    if given != certified:
+        raise ContractError(
+            f"the model got records of shape {given} but is certified for {certified}: bounds grow with the size "
+            "of the input. Pass records of the certified shape, or give make_private an example= of this one."
+        )
 
 
 def trace(model: nn.Module, example: Any) -> Graph:

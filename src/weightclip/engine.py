@@ -15,7 +15,7 @@ from weightclip import _checkpoint, _report
 from weightclip._adaptive import Adaptive, Quantiles
 from weightclip._criterion import PrivateCriterion
 from weightclip._gains import Gains, WeightClipper, numerics_for
-from weightclip._gate import InputProjection, OutputGate
+from weightclip._gate import InputProjection, OutputGate, ShapeGuard
 from weightclip._knorm import Entrywise, KNorm, calibrate_epsilon0
 from weightclip._loop import TrainingLoop
 from weightclip._release import Release, largest_batch, sum_slack
@@ -223,6 +223,8 @@ class PrivacyEngine(TrainingLoop):
             self.model.get_submodule(path).register_forward_pre_hook(InputProjection(radius, detach), with_kwargs=True)
             for path, radius in projections.items()
         ]
+        guard = ShapeGuard(self.plan.graph.input_shapes)
+        self._handles.append(self.model.register_forward_pre_hook(guard, with_kwargs=True))
         self._handles.append(self.model.register_forward_hook(self._gate))
         self._trained = set(places)
         for index, block in enumerate(blocks):
