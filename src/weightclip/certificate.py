@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,62 +12,14 @@ from torch import Tensor, nn
 
 from weightclip._adaptive import Quantiles
 from weightclip._graph import Graph, Node, trace
+from weightclip._rows import Certificate as Certificate
+from weightclip._rows import Row as Row
 from weightclip.bounds import Numerics, Scalar, least, plus, times
 from weightclip.config import Bounds
 from weightclip.errors import CertificationError
 from weightclip.losses import Loss, recognise
 
 _U = 2.0**-24
-
-
-@dataclass(frozen=True)
-class Row:
-    """One layer with trainable parameters. Bounds hold for every record, at the present weights."""
-
-    name: str
-    kind: str
-    gain: float
-    input_bound: float
-    cotangent_bound: float
-    sensitivity: float
-    parameters: int
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """Sensitivities of the loss summed over records, before the division by the expected batch size.
-
-    Formal guarantees:
-        For every record (input within the enforced radii, any label), the l2 norm of its gradient of layer k, as the
-        engine forms it, is at most ``sensitivities[k]``: adding or removing one record moves the layer's summed
-        gradient by no more. Public inputs: the weights, the bounds, the shapes, the loss.
-    """
-
-    rows: tuple[Row, ...]
-    loss_bound: float
-    p: float
-
-    @property
-    def sensitivities(self) -> dict[str, float]:
-        """Module path -> Delta_k (weight and bias together)."""
-        return {row.name: row.sensitivity for row in self.rows}
-
-    def __str__(self) -> str:
-        head = ("layer", "type", "gain", "input", "cotangent", "sensitivity", "parameters")
-        cells = [
-            (r.name or "(model)", r.kind, *(f"{v:.4g}" for v in (r.gain, r.input_bound, r.cotangent_bound)),
-             f"{r.sensitivity:.4g}", f"{r.parameters:,}")
-            for r in self.rows
-        ]  # fmt: skip
-        widths = [max(len(row[i]) for row in [head, *cells]) for i in range(len(head))]
-        lines = ["  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
-                 for r in [head, *cells]]  # fmt: skip
-        joint = math.sqrt(sum(r.sensitivity**2 for r in self.rows))
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], f"joint sensitivity {joint:.4g}"])
-
-    def to_json(self) -> str:
-        """The certificate as JSON."""
-        return json.dumps({"p": self.p, "loss_bound": self.loss_bound, "layers": [asdict(r) for r in self.rows]})
 
 
 @dataclass
