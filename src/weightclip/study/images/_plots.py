@@ -85,6 +85,9 @@ def accuracy_figure(table: Path, out: Path) -> Path:
 def runtime_figure(table: Path, out: Path) -> Path:
     """Seconds per epoch and peak memory against logical batch size."""
     plt, rows = _pyplot(), _read(table)
+    from matplotlib import ticker
+
+    lines: dict[str, Any] = {}
     models = sorted({(r["dataset"], r["model"]) for r in rows}, key=lambda m: m[1])
     figure, axes = plt.subplots(2, len(models), figsize=(4.6 * len(models), 6), squeeze=False, layout="constrained")
     for column, (dataset, model) in enumerate(models):
@@ -93,9 +96,12 @@ def runtime_figure(table: Path, out: Path) -> Path:
             for axis, field in zip(axes[:, column], ("seconds_per_epoch", "peak_gib"), strict=True):
                 points = sorted((int(r["batch"]), float(r[field])) for r in mine if r["mode"] == mode and r[field])
                 if points:
-                    axis.plot(*zip(*points, strict=True), marker="o", label=mode)
-        axes[0, column].set(title=f"{model} on {TITLES[dataset]}", xscale="log", yscale="log")
+                    (line,) = axis.plot(*zip(*points, strict=True), marker="o", label=mode)
+                    lines.setdefault(mode, line)
+        axes[0, column].set(title=f"{model}, the shape of {TITLES[dataset]}", xscale="log", ylim=(0, None))
         axes[1, column].set(xlabel="logical batch size", xscale="log", yscale="log")
+        axes[1, column].yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes[1, column].yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         for axis in axes[:, column]:
             sizes = sorted({int(r["batch"]) for r in mine})
             axis.set_xticks(sizes, [str(s) for s in sizes])
@@ -103,7 +109,7 @@ def runtime_figure(table: Path, out: Path) -> Path:
             axis.grid(alpha=0.25)
     axes[0, 0].set_ylabel("seconds per epoch")
     axes[1, 0].set_ylabel("peak memory, GiB")
-    axes[0, -1].legend(frameon=False, fontsize=8)
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     figure.savefig(out, dpi=150)
     plt.close(figure)
     return out
