@@ -35,7 +35,8 @@ from weightclip.mechanisms import Allocation, floored
 Patch = Callable[[pytest.MonkeyPatch], None]
 ALIGNED, CLIPPED, RADII, JOINT, PIECES, CONV, POOL, NORM, SHARED, FLOAT32, LARGE = (
     "aligned dense net", "clipped weights", "radii on both factors", "joint cap", "layer caps, small pieces",
-    "convolutions", "overlapping pooling", "normalisation", "shared layer and residual", "float32 sums", "large batches",
+    "convolutions", "overlapping pooling", "normalisation", "shared layer and residual", "float32 sums",
+    "large batches",
 )  # fmt: skip
 
 

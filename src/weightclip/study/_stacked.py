@@ -82,7 +82,7 @@ class StudyStack(_Stack):
         norms: Sequence[GroupNorm | None],
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        super().__init__(data, settings, streams, objective)
+        super().__init__(data, settings, streams, objective, data.shape[0])
         self.dtype = dtype
         first = norms[0]
         self.groups = 0 if first is None else first.groups

@@ -1,7 +1,8 @@
 """A results store: one SQLite file, one row per run, keyed by the hash of its settings.
 
-Nothing is computed twice, also with several workers: a worker claims a key before it computes, and a claim ends with its
-process (on another machine: after a while), so that what a killed worker had begun is redone. A row whose checksum does not match its content is redone as well.
+Nothing is computed twice, also with several workers: a worker claims a key before it computes, and a claim ends with
+its process (on another machine: after a while), so that what a killed worker had begun is redone. A row whose checksum
+does not match its content is redone as well.
 """
 
 from __future__ import annotations
