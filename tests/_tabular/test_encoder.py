@@ -8,7 +8,15 @@ import pytest
 
 from weightclip._streams import Streams
 from weightclip._tabular import Column, Encoder, Table
-from weightclip._tabular._encoder import Codes, Pieces, encoder_error, fit_private, fit_public, fit_unprotected
+from weightclip._tabular._encoder import (
+    Codes,
+    Pieces,
+    encoder_error,
+    fit_private,
+    fit_public,
+    fit_unprotected,
+    lack_of_precision,
+)
 from weightclip.accounting import Mechanism
 from weightclip.errors import WeightclipError
 from weightclip.mechanisms import combine
@@ -146,3 +154,5 @@ def test_damaged_descriptions_are_refused(change, match):
 
 def test_expected_error_is_public_arithmetic():
     assert encoder_error(COLUMNS, 2.0, 1000) == pytest.approx(2.0 * 8 * math.sqrt(2) / 2 / 1000)
+    assert lack_of_precision(COLUMNS, 2.0, 1000) > lack_of_precision(COLUMNS, 1.0, 1000) > 0
+    assert lack_of_precision(COLUMNS[2:4], 2.0, 1000) == 0  # nothing to find

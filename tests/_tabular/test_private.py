@@ -119,11 +119,13 @@ def test_ranges_noise_has_the_stated_size():
 
 
 def test_frequent_buckets():
-    values = np.column_stack([np.repeat([7.0, 9.0, 100000.0, np.nan], [500, 300, 1, 50]), np.full(851, 3.0)])
+    values = np.column_stack([np.repeat([7.0, 9.0, 5000.0, np.nan], [500, 300, 1, 50]), np.full(851, 3.0)])
     found = frequent_buckets(chunks_of(values), (0, 1), 4.0, Streams.seeded(0), "c")
-    assert found[0].tolist() == [7, 9] and found[1].tolist() == [3]
+    assert {7, 9} <= set(found[0].tolist()) and 3 in found[1].tolist()
+    assert len(found[0]) + len(found[1]) < 20  # a few empty buckets pass by chance
+    assert 5000 not in found[0]
     everything = frequent_buckets(chunks_of(values), (0, 1), 0.0, Streams.seeded(0), "c")
-    assert everything[0].tolist() == [7, 9, 100000]
+    assert everything[0].tolist() == [7, 9, 5000]
 
 
 def test_bucket_noise_reaches_empty_buckets():

@@ -12,7 +12,7 @@ from typing import Any
 from weightclip.errors import WeightclipError
 
 KINDS = ("numeric", "flag", "categorical")
-BUCKETS = 1 << 18  # of the public hash that stands for the values of a column whose categories are not declared
+BUCKETS = 1 << 13  # of the public hash that stands for the values of a column whose categories are not declared
 
 
 @dataclass(frozen=True)

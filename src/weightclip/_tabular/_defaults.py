@@ -55,13 +55,13 @@ def pieces(n: int, epsilon: float) -> int:
     return 6
 
 
-def share(error_at_tenth: float) -> float:
-    """Part of the precision spent on preprocessing: as much as brings the quantiles' error to a twentieth of n.
+def share(lack: float) -> float:
+    """Part of the precision spent on preprocessing: as much as makes the statistics good enough, within reason.
 
     Args:
-        error_at_tenth: Expected error of the quantiles as a part of n if a tenth were spent.
+        lack: `lack_of_precision` if a tenth were spent.
     """
-    return min(0.2, max(0.02, 0.1 * (error_at_tenth / 0.05) ** 2))
+    return min(0.2, max(0.02, 0.1 * lack**2))
 
 
 def delta(n: int) -> float:

@@ -14,7 +14,7 @@ from weightclip.accounting import Mechanism
 from weightclip.errors import WeightclipError
 
 from ._columns import BUCKETS, Column
-from ._private import Forest, frequent_buckets, mixed_grid, ranges
+from ._private import THRESHOLD, Forest, frequent_buckets, mixed_grid, ranges
 from ._table import BLOCK, Table
 
 _LEVELS, _FEW_LEVELS = 8, 5  # trees that find quantiles have 2^8 leaves, or 2^5 where the noise is large
@@ -168,9 +168,7 @@ def fit_private(table: Table, sigma: float, pieces: int, streams: Streams, n: in
     unknown = [j for j, c in enumerate(columns) if c.kind == "numeric" and not c.bounded]
     hashed = [j for j, c in enumerate(columns) if c.kind == "categorical" and c.categories is None]
     numeric = [j for j, c in enumerate(columns) if c.kind == "numeric"]
-    # A third of the precision finds ranges where nothing is known; the rest goes to quantiles. Categories are counted
-    # with a share by their number.
-    wants = {"ranges": 0.5 * len(unknown), "categories": 1.0 * len(hashed), "quantiles": 1.0 * len(numeric)}
+    wants = dict(zip(("ranges", "categories", "quantiles"), _wants(columns), strict=True))
     total = sum(wants.values())
     sigmas = {name: sigma * math.sqrt(total / want) for name, want in wants.items() if want > 0}
     mechanisms = [
@@ -239,6 +237,25 @@ def encoder_error(columns: Sequence[Column], sigma: float, n: int) -> float:
     """Expected error of the private quantiles as a share of n, from public values: above about 0.1 they are noise."""
     numeric = sum(c.kind == "numeric" for c in columns)
     return sigma * _LEVELS * math.sqrt(numeric) / 2 / n
+
+
+def lack_of_precision(columns: Sequence[Column], sigma: float, n: int) -> float:
+    """How far the statistics are from good enough, from public values: 1 is good enough, 2 has twice too much noise.
+
+    Good enough: quantiles off by a twentieth of the records, categories found that hold a thirtieth of them.
+    """
+    unknown, hashed, numeric = _wants(columns)
+    total = unknown + hashed + numeric
+    quantiles = encoder_error(columns, sigma * math.sqrt(total / numeric), n) / 0.05 if numeric else 0.0
+    smallest = THRESHOLD * sigma * math.sqrt(total) / n if hashed else 0.0
+    return max(quantiles, smallest * 30)
+
+
+def _wants(columns: Sequence[Column]) -> tuple[float, float, float]:
+    """Shares of precision asked for: ranges (half as much, a bin is wide), categories, quantiles; one per column."""
+    unknown = sum(c.kind == "numeric" and not c.bounded for c in columns)
+    hashed = sum(c.kind == "categorical" and c.categories is None for c in columns)
+    return 0.5 * unknown, 1.0 * hashed, 1.0 * sum(c.kind == "numeric" for c in columns)
 
 
 def _pieces(forest: Forest, index: int, pieces: int, n: int) -> Pieces:

@@ -17,7 +17,7 @@ from weightclip.errors import WeightclipError
 
 from . import _defaults
 from ._columns import Column
-from ._encoder import Encoder, Fitted, Pieces, encoder_error, fit_private, fit_public, fit_unprotected
+from ._encoder import Encoder, Fitted, Pieces, fit_private, fit_public, fit_unprotected, lack_of_precision
 from ._model import Model, fold
 from ._report import privacy_report, settings_json
 from ._table import Table
@@ -159,7 +159,7 @@ def _preprocess(table: Table, plan: Plan, n: int) -> Fitted:
     mu = gdp_mu(plan.epsilon, plan.delta)  # of the one Gaussian mechanism that spends the whole budget
     share = how.share
     if share is None:
-        share = _defaults.share(encoder_error(table.columns, 1 / (mu * math.sqrt(0.1)), n))
+        share = _defaults.share(lack_of_precision(table.columns, 1 / (mu * math.sqrt(0.1)), n))
     return fit_private(table, 1 / (mu * math.sqrt(share)), pieces, plan.streams, n)
 
 

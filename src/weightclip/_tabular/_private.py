@@ -18,6 +18,8 @@ from ._columns import BUCKETS
 
 Chunks = Callable[[], Iterable[np.ndarray]]  # makes a fresh pass over the raw values, in blocks  # rows x columns
 
+# Two empty buckets a column pass the threshold by chance: features that are always zero, and do no harm.
+THRESHOLD = 3.5
 _DECADES = (-6.0, 12.0)  # magnitudes that are told apart when nothing is known of a column
 _SIDE = 37  # boundaries on each side of zero: two to a decade
 
@@ -181,7 +183,7 @@ def frequent_buckets(
             x = block[:, column]
             counts[j] += np.bincount(x[np.isfinite(x)].astype(np.int64), minlength=BUCKETS)
     noise = sigma * math.sqrt(len(columns))
-    threshold = 1.0 + 5.2 * noise  # an empty bucket passes with probability 1e-7
+    threshold = 0.5 + THRESHOLD * noise
     result = []
     for row in release(counts, len(columns), sigma, streams, label):
         passed = np.flatnonzero(row >= threshold)
