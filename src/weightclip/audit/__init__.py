@@ -10,15 +10,23 @@
 
 from __future__ import annotations
 
+from weightclip.audit._accountants import AccountantRow as AccountantRow
+from weightclip.audit._accountants import compare_accountants as compare_accountants
 from weightclip.audit._built_in import subjects as subjects
+from weightclip.audit._checks import AUDITS as AUDITS
+from weightclip.audit._checks import EXACT as EXACT
 from weightclip.audit._checks import FULL as FULL
 from weightclip.audit._checks import QUICK as QUICK
 from weightclip.audit._checks import Check as Check
 from weightclip.audit._checks import Effort as Effort
 from weightclip.audit._checks import Examination as Examination
+from weightclip.audit._checks import gdp_estimate_of as gdp_estimate_of
 from weightclip.audit._falsifier import Falsification as Falsification
 from weightclip.audit._falsifier import LayerFinding as LayerFinding
 from weightclip.audit._falsifier import falsify as falsify
+from weightclip.audit._figures import audit_figure as audit_figure
+from weightclip.audit._figures import printed_figure as printed_figure
+from weightclip.audit._figures import tightness_figure as tightness_figure
 from weightclip.audit._neighbours import Neighbours as Neighbours
 from weightclip.audit._neighbours import hostile_neighbours as hostile_neighbours
 from weightclip.audit._neighbours import rounding_neighbours as rounding_neighbours
@@ -27,6 +35,8 @@ from weightclip.audit._one_run import one_run as one_run
 from weightclip.audit._one_step import Shift as Shift
 from weightclip.audit._one_step import StepLaw as StepLaw
 from weightclip.audit._one_step import step_law as step_law
+from weightclip.audit._printed import Caught as Caught
+from weightclip.audit._printed import catch_printed as catch_printed
 from weightclip.audit._releases import SampledReleases as SampledReleases
 from weightclip.audit._releases import sampled_releases as sampled_releases
 from weightclip.audit._run_law import RunLaw as RunLaw
@@ -35,5 +45,8 @@ from weightclip.audit._statistics import TwoWorlds as TwoWorlds
 from weightclip.audit._statistics import clopper_pearson as clopper_pearson
 from weightclip.audit._subject import Run as Run
 from weightclip.audit._subject import Subject as Subject
+from weightclip.audit._suite import Report as Report
+from weightclip.audit._suite import run_audit as run_audit
 from weightclip.audit._whole_run import WholeRun as WholeRun
 from weightclip.audit._whole_run import two_worlds as two_worlds
+from weightclip.audit._write import write_report as write_report

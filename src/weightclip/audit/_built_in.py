@@ -144,6 +144,10 @@ def _normalisation() -> nn.Module:
     )  # fmt: skip
 
 
+def _one_layer() -> nn.Module:
+    return _set(nn.Linear(4, 2, bias=False), aligned(1.0, _opposite(), _ones(4)))
+
+
 def _large_steps(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=2.0)
 
@@ -169,10 +173,9 @@ def subjects() -> dict[str, Subject]:
         Subject("tokens", _seeded(lambda: nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 3))),
                 nn.CrossEntropyLoss(), Bounds(cotangent_radius=0.3, input_radius={"2": 2.0}),
                 token_records(3, 9, 3)),
-        Subject("float32 sums", _seeded(lambda: _set(nn.Linear(4, 2, bias=False), aligned(1.0, _opposite(), _ones(4)))),
+        Subject("float32 sums", _one_layer,
                 capped, Bounds(input_radius=1.0, product=Product(dtype=torch.float32)), dense, batch=4096.0),
-        Subject("large batches", _seeded(lambda: _set(nn.Linear(4, 2, bias=False), aligned(1.0, _opposite(), _ones(4)))),
-                capped, Bounds(input_radius=1.0), dense, batch=4096.0),
+        Subject("large batches", _one_layer, capped, Bounds(input_radius=1.0), dense, batch=4096.0),
         Subject("bfloat16 autocast", factors, nn.CrossEntropyLoss(), Bounds(layer_radius=1.5, cotangent_radius=0.2),
                 dense, autocast=torch.bfloat16),
     ]  # fmt: skip

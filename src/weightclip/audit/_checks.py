@@ -24,6 +24,7 @@ SAMPLING = "law of the draws"
 RELEASES = "one step, sampled"
 TWO_WORLDS = "two worlds"
 ONE_RUN = "one run"
+EXACT = (FALSIFIER, TRAINED, ONE_STEP, RUN_LAW, SAMPLING)
 AUDITS = (FALSIFIER, TRAINED, ONE_STEP, RUN_LAW, SAMPLING, RELEASES, TWO_WORLDS, ONE_RUN)
 
 
@@ -55,7 +56,7 @@ class Effort:
 
 
 QUICK = Effort()
-FULL = Effort(restarts=48, ascent=150, steps=120, draws=400, releases=4000, runs=600, run_steps=8, canaries=4000,
+FULL = Effort(restarts=40, ascent=120, steps=100, draws=200, releases=2000, runs=300, run_steps=6, canaries=3000,
               rounding=6000)  # fmt: skip
 
 
@@ -169,6 +170,14 @@ class Examination:
         yield RELEASES, lambda: self.releases(epsilon, 0.1)
         yield RELEASES, lambda: self.releases(epsilon)
         yield TWO_WORLDS, lambda: self.two_worlds(epsilon)
+
+
+def gdp_estimate_of(check: Check) -> float:
+    """The Gaussian estimate of epsilon beside a sampled lower bound."""
+    found = check.details
+    for key in ("result", "white_box"):
+        found = found.get(key, found)
+    return float(found["epsilon_gdp"])
 
 
 def one_run_check(epsilon: float, rate: float, effort: Effort, seed: int, delta: float) -> Check:

@@ -151,8 +151,8 @@ def refuted(inverse: Inverse, m: int, guesses: int, correct: int, level: float) 
     """Whether a trade-off curve makes P[at least so many right] <= level, by the recursion of [Mahloujifar2024].
 
     With p_j the chance of exactly j right guesses, r_i = sum_{j >= i} j p_j / m and h_i = sum_{j >= i} (guesses - j)
-    p_j / m satisfy r_{i+1} <= curve(h_i). Starting from the tail supposed, both are pushed down to i = 0, where they must add
-    up to guesses / m.
+    p_j / m satisfy r_{i+1} <= curve(h_i). Starting from the supposed tail, both are followed down to i = 0, where they
+    must add up to guesses / m.
     """
     scale = level * guesses / m
     r, h = scale * correct / guesses, scale * (guesses - correct) / guesses

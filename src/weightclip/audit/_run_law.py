@@ -34,6 +34,7 @@ class RunLaw:
         sampling: p-value of "takes part independently with probability q"; 1 where q = 1.
         epsilon_exact: Exact epsilon of the releases observed; for q < 1 only what one step alone shows.
         epsilon_claimed: What the engine's ledger says.
+        fresh: Whether a second resume from one checkpoint brought noise that was never seen before.
         releases: Number of releases observed.
         charged: Number of steps the engine charged.
     """
@@ -46,6 +47,7 @@ class RunLaw:
     sampling: float
     epsilon_exact: float
     epsilon_claimed: float
+    fresh: bool
     releases: int
     charged: int
 
@@ -57,6 +59,8 @@ class RunLaw:
             found.append(f"noise ({self.noise.why}, {self.noise.scale:.3g} of what is stated)")
         if self.dependence < ALARM:
             found.append("noise is not independent")
+        if not self.fresh:
+            found.append("a resumed run repeats its noise")
         if not self.shift <= 1 + TOLERANCE:
             found.append(f"one record moves a step by {self.shift:.4g}")
         if self.sampling < ALARM:
@@ -113,7 +117,7 @@ def run_law(
 
     half = steps // 2 if resume else steps
     follow(noisy, half)
-    charged_by = noisy
+    charged_by, fresh = noisy, True
     if resume:
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder) / "checkpoint"
@@ -121,14 +125,18 @@ def run_law(
             charged_by = subject.start(larger, sigma, seed)
             charged_by.engine.load(place, exact=True)
             follow(charged_by, steps - half)
-            residuals += _replayed(subject, larger, sigma, seed, place, with_it)
+            again = _replayed(subject, larger, sigma, seed, place, with_it)
+            # its randomness is the operating system's: only the verdict enters the report
+            fresh = not again or _dependence(np.stack(residuals + again)) >= min(
+                ALARM, _dependence(np.stack(residuals))
+            )
     q = subject.rate
     mu = math.sqrt(sum(s**2 for s in shifts)) / sigma if q == 1 else 0.0
     return RunLaw(
         subject.name, sigma, check_normal(np.concatenate(residuals)), _dependence(np.stack(residuals)),
         max(s if math.isfinite(s) else math.inf for s in shifts), _sampling(with_it, np.array(shifts) > 1e-6),
         gdp_epsilon(mu, delta) if 0 < mu < 1e3 else (0.0 if mu == 0 else math.inf),
-        charged_by.engine.get_epsilon(delta), steps, charged_by.engine.steps,
+        charged_by.engine.get_epsilon(delta), fresh, steps, charged_by.engine.steps,
     )  # fmt: skip
 
 
@@ -185,7 +193,9 @@ def _sampling(run: Run, included: np.ndarray, draws: int = 2000) -> float:
     for count in range(3):  # times that a record takes part in one pass of 1/q draws
         expected = float(stats.binom.pmf(count, width, q))
         tests += [stats.binomtest(int((c == count).sum()), len(c), expected).pvalue for c in passes.T]
-    pairs = [table[:, i] & table[:, j] for i in range(n) for j in range(i)] + [table[1:, i] & table[:-1, i] for i in range(n)]
+    pairs = [table[:, i] & table[:, j] for i in range(n) for j in range(i)] + [
+        table[1:, i] & table[:-1, i] for i in range(n)
+    ]
     tests += [stats.binomtest(int(both.sum()), both.size, q * q).pvalue for both in pairs[:64]]
     return min(1.0, len(tests) * float(min(tests)))
 

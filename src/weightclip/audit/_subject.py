@@ -77,7 +77,8 @@ class Subject:
 
         return cls(
             name, lambda: copy.deepcopy(frozen), engine.criterion.native, engine.bounds, records,
-            engine.expected_batch_size, engine.loader.sample_rate, engine.loader._piece_size, engine._release.allocation,
+            engine.expected_batch_size, engine.loader.sample_rate, engine.loader._piece_size,
+            engine._release.allocation,
         )  # fmt: skip
 
     @property

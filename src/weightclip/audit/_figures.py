@@ -1,0 +1,173 @@
+"""Pictures of the audits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weightclip.accounting import gdp_delta, gdp_mu
+from weightclip.audit._checks import FALSIFIER, ONE_RUN, ONE_STEP, RELEASES, TWO_WORLDS, Check, gdp_estimate_of
+from weightclip.audit._falsifier import Falsification
+from weightclip.audit._printed import Caught
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from weightclip.audit._suite import Report
+
+_FOUND, _USUAL, _CLAIM, _BAD, _GREY = "#2a6f97", "#a9c6d8", "#222222", "#c1121f", "#8a8a8a"
+
+
+def _new(width: float, height: float, columns: int = 1, rows: int = 1, **options: Any) -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **options)
+    for ax in np.atleast_1d(axes).flat:
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> Path:
+    from matplotlib import pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    plt.close(figure)
+    return path
+
+
+def tightness_figure(found: Falsification, path: Path) -> Path:
+    """Bar chart of one model: largest and typical gradient of each layer over its bound."""
+    figure, ax = _new(7, 1.2 + 0.45 * len(found.layers))
+    rows = [(f.layer or "(model)", f.ratio, f.typical / f.bound) for f in found.layers]
+    _tightness(ax, rows)
+    ax.set_title(found.subject, loc="left", fontsize=10)
+    return _save(figure, path)
+
+
+def _tightness(ax: Axes, rows: Sequence[tuple[str, float, float]]) -> None:
+    places = np.arange(len(rows))[::-1]
+    top = max(1.05, min(2.0, max(r[1] for r in rows) * 1.05))
+    ax.barh(places, [min(r[1], top) for r in rows], 0.75, label="largest found",
+            color=[_BAD if r[1] > 1 + 1e-6 else _FOUND for r in rows])  # fmt: skip
+    ax.barh(places, [min(r[2], top) for r in rows], 0.35, color=_USUAL, label="typical record")
+    ax.axvline(1, color=_CLAIM, lw=1.2, ls="--")
+    ax.set_yticks(places, [r[0] for r in rows], fontsize=7)
+    ax.set_xlim(0, top)
+    ax.set_xlabel("gradient of one record / certified bound")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=8, frameon=False)
+    ax.set_ylim(-0.8, len(rows) + 1.2)
+
+
+def audit_figure(report: Report, path: Path) -> Path:
+    """The whole report in one picture."""
+    figure, axes = _new(14, 11, 2, 2)
+    rows = [(f"{c.subject}: {layer['layer'] or 'model'}", float(layer["ratio"]), layer["typical"] / layer["bound"])
+            for c in report.checks if c.audit == FALSIFIER for layer in c.details["layers"]]  # fmt: skip
+    _tightness(axes[0, 0], rows)
+    axes[0, 0].set_title("Falsifier: no record found above its bound" if all(r[1] <= 1 + 1e-6 for r in rows)
+                         else "Falsifier: a bound is broken", loc="left")  # fmt: skip
+    _exact_curves(axes[0, 1], report)
+    _lower_bounds(axes[1, 0], report)
+    if report.printed:
+        _printed_bars(axes[1, 1], report.printed)
+    return _save(figure, path)
+
+
+def _exact_curves(ax: Axes, report: Report) -> None:
+    """Claimed delta(epsilon) of one step, and the exact ones of the worst pair of every trainer."""
+    shifts = [c.measured for c in report.checks if c.audit == ONE_STEP]
+    for i, target in enumerate(report.epsilons):
+        sigma = 1 / gdp_mu(target, report.delta)
+        grid = np.linspace(0, 1.6 * target, 80)
+        colour = _shade(i, len(report.epsilons))
+        for shift in shifts:
+            mu = min(shift, 1e3) / sigma
+            ax.plot(grid, [max(gdp_delta(mu, e), 1e-12) for e in grid], color=colour, lw=0.8, alpha=0.5)
+        ax.plot(grid, [gdp_delta(1 / sigma, e) for e in grid], color=_CLAIM, lw=1.6, ls="--")
+        ax.plot([target], [report.delta], "o", color=_CLAIM, ms=4)
+        ax.annotate(f"claim {target:g}", (target, report.delta), (5, -3), textcoords="offset points", fontsize=8,
+                    bbox={"fc": "white", "ec": "none", "pad": 0.5, "alpha": 0.8})  # fmt: skip
+    ax.set_yscale("log")
+    ax.set_ylim(1e-8, 1)
+    ax.set_xlabel("epsilon")
+    ax.set_ylabel("delta")
+    ax.set_title(f"One step, exact: worst neighbours of {len(shifts)} trainers (lines), claim (dashed)", loc="left",
+                 fontsize=10)  # fmt: skip
+
+
+def _lower_bounds(ax: Axes, report: Report) -> None:
+    """Lower bounds and Gaussian estimates against the claim."""
+    top = 1.25 * max([*report.epsilons, 1.0])
+    ax.plot([0, top], [0, top], color=_CLAIM, lw=1.2, ls="--", label="claimed")
+    ax.fill_between([0, top], [0, top], [top, top], color=_BAD, alpha=0.06, lw=0)
+    styles = {RELEASES: ("o", _FOUND, "one step, sampled"), TWO_WORLDS: ("s", "#52796f", "whole runs, two worlds"),
+              ONE_RUN: ("^", "#bc6c25", "one run, many canaries")}  # fmt: skip
+    for place, (audit, (marker, colour, label)) in enumerate(styles.items()):
+        mine = [c for c in report.checks if c.audit == audit and _rate(c) == 1.0]
+        x = np.array([c.allowed for c in mine]) * (1 + 0.03 * (place - 1))
+        if len(mine):
+            ax.plot(x, [c.measured for c in mine], marker, color=colour, label=f"{label}: 95% lower bound")
+            ax.plot(
+                x, [gdp_estimate_of(c) for c in mine], marker, color=colour, mfc="none", label=f"{label}: GDP estimate"
+            )
+    ax.set_xlim(0, top)
+    ax.set_ylim(0, top)
+    ax.set_xlabel("claimed epsilon")
+    ax.set_ylabel("audited epsilon")
+    ax.legend(fontsize=8, loc="upper left")
+    ax.set_title(f"Sampled audits at q = 1, delta = {report.delta:g}", loc="left", fontsize=10)
+
+
+def _printed_bars(ax: Axes, cases: Sequence[Caught]) -> None:
+    places = np.arange(len(cases))[::-1]
+    ax.barh(places, [c.result.epsilon_lower for c in cases], 0.7, color=_BAD, label="95% lower bound")
+    ax.plot([min(c.result.epsilon_gdp, 40) for c in cases], places, "d", color=_GREY, ms=5,
+            label="GDP estimate (cut at 40)")  # fmt: skip
+    ax.axvline(1, color=_CLAIM, lw=1.2, ls="--", label="claimed")
+    ax.set_yticks(places, [c.name for c in cases], fontsize=8)
+    ax.set_xscale("symlog", linthresh=10)
+    ax.set_xlabel("epsilon")
+    ax.legend(fontsize=8, loc="upper center", ncols=3, frameon=False)
+    ax.set_ylim(-0.8, len(cases) + 0.4)
+    ax.set_title("The algorithm as printed, claimed epsilon = 1", loc="left", fontsize=10)
+
+
+def printed_figure(case: Caught, path: Path) -> Path:
+    """One flaw: what the two worlds look like, and the true curve above the claimed one."""
+    figure, (left, right) = _new(9, 3.4, 2)
+    low, high = np.quantile(np.concatenate(case.scores), [0.002, 0.998])
+    bins = np.linspace(low, high + 1e-9, 70).tolist()
+    left.hist(case.scores[0], bins, color=_GREY, alpha=0.7, density=True, label="without the record")
+    left.hist(case.scores[1], bins, color=_BAD, alpha=0.55, density=True, label="with it")
+    left.set_xlabel("adversary's score of one release")
+    left.set_yticks([])
+    left.legend(fontsize=8)
+    grid = np.linspace(0, max(3.0, 1.4 * case.result.epsilon_lower), 90)
+    claimed = [max(case.claim(float(e)), 1e-12) for e in grid]
+    right.plot(grid, claimed, color=_CLAIM, ls="--", label="claimed")
+    right.plot(grid, np.maximum(case.curve(grid), 1e-12), color=_BAD, label="measured")
+    right.axvline(case.result.epsilon_lower, color=_BAD, lw=0.8, ls=":", label="95% lower bound of epsilon")
+    right.set_yscale("log")
+    right.set_ylim(1e-6, 300)
+    right.set_xlabel("epsilon")
+    right.set_ylabel("delta")
+    right.legend(fontsize=8, loc="upper right")
+    figure.suptitle(f"{case.name}: {case.note}", fontsize=10, x=0.01, ha="left")
+    return _save(figure, path)
+
+
+def _rate(check: Check) -> float:
+    return float(check.details["rate"])
+
+
+def _shade(i: int, n: int) -> Any:
+    import matplotlib
+
+    return matplotlib.colormaps["viridis"](0.15 + 0.7 * i / max(1, n - 1))

@@ -1,0 +1,156 @@
+"""The whole audit: every built-in trainer, every claim, the printed algorithm, the accountants; one report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from weightclip.audit._accountants import GRID, SHORT_GRID, AccountantRow, compare_accountants
+from weightclip.audit._built_in import subjects
+from weightclip.audit._checks import FULL, QUICK, Check, Examination, json_ready, one_run_check
+from weightclip.audit._printed import Caught, catch_printed
+
+PRINTED_AT_LEAST = 5.0
+"""What the audits must show of the printed algorithm, which claims 1: less would mean that they have gone blind."""
+
+SHARP = "joint cap"
+"""The trainer whose bound is attained exactly by one record over all layers: flat clipping."""
+_ALSO = ("normalisation", "radii on both factors")
+
+
+@dataclass
+class Report:
+    """All that was found; reproducible from its seed.
+
+    Attributes:
+        seed: Root of all randomness.
+        quick: Whether this was the short audit.
+        delta: delta of every claim.
+        epsilons: Claims audited by sampling.
+        checks: One entry per audit and trainer.
+        printed: The printed algorithm's cases.
+        accountants: Independent accountants side by side.
+    """
+
+    seed: int
+    quick: bool
+    delta: float
+    epsilons: tuple[float, ...]
+    checks: list[Check] = field(default_factory=list)
+    printed: list[Caught] = field(default_factory=list)
+    accountants: list[AccountantRow] = field(default_factory=list)
+
+    @property
+    def failures(self) -> list[str]:
+        """One line for everything that refutes a claim, or shows that the audit itself has gone blind."""
+        found = [f"{c.audit}, {c.subject}: {c.note}" for c in self.checks if c.violation]
+        found += [f"accountants, sigma {r.sigma:g}, q {r.q:g}, {r.steps} steps: {r.disagreement}"
+                  for r in self.accountants if r.disagreement]  # fmt: skip
+        found += [f"printed algorithm not caught: {c.name}" for c in self.printed if not c.result.violation]
+        if self.printed and self.printed[0].result.epsilon_lower < PRINTED_AT_LEAST:
+            found.append(f"printed algorithm: lower bound {self.printed[0].result.epsilon_lower:.3g} is below "
+                         f"{PRINTED_AT_LEAST:g}")  # fmt: skip
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; no times, no machine names: the same seed gives the same report."""
+        printed = [{"name": c.name, "note": c.note, "claimed": 1.0, "sigma": c.sigma, "rate": c.rate,
+                    "shift": c.shift, **asdict(c.result)} for c in self.printed]  # fmt: skip
+        accountants = [{**asdict(r), "disagreement": r.disagreement} for r in self.accountants]
+        return json_ready({
+            "seed": self.seed, "quick": self.quick, "delta": self.delta, "epsilons": list(self.epsilons),
+            "versions": {name: _version(name) for name in ("weightclip", "torch", "dp-accounting")},
+            "failures": self.failures, "checks": [asdict(c) for c in self.checks], "printed": printed,
+            "accountants": accountants,
+        })  # fmt: skip
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what comes next, number done, number of all)."""
+
+
+def run_audit(
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    epsilons: Sequence[float] = (1.0, 2.0, 4.0, 8.0),
+    delta: float = 1e-5,
+    progress: Progress | None = None,
+) -> Report:
+    """Run all audits.
+
+    Args:
+        quick: A minute or so instead of ten.
+        seed: Root of all randomness.
+        epsilons: Claims audited by sampling.
+        delta: delta of every claim.
+        progress: Called before each audit.
+    """
+    report = Report(seed, quick, delta, tuple(epsilons))
+    tasks = _tasks(report)
+    for done, (label, task) in enumerate(tasks):
+        if progress is not None:
+            progress(label, done, len(tasks))
+        task()
+    if progress is not None:
+        progress("done", len(tasks), len(tasks))
+    return report
+
+
+def _tasks(report: Report) -> list[tuple[str, Callable[[], None]]]:
+    effort = QUICK if report.quick else FULL
+    seed, delta = report.seed, report.delta
+    trainers = {name: Examination(s, effort, seed, delta) for name, s in subjects().items()}
+    tasks: list[tuple[str, Callable[[], None]]] = []
+
+    def check(label: str, task: Callable[[], Check]) -> None:
+        tasks.append((label, lambda: report.checks.append(task())))
+
+    for name, trainer in trainers.items():
+        check(f"{name}: falsifier", trainer.falsifier)
+        check(f"{name}: one step, exact", trainer.one_step)
+        check(f"{name}: law of a run", trainer.run_law)
+        check(f"{name}: law of the draws", trainer.sampling)
+        if not report.quick or trainer.subject.bounds.weight_norm is not None:
+            check(f"{name}: falsifier, trained", trainer.trained)
+    sharp = trainers[SHARP]
+    for e in report.epsilons:
+        check(f"epsilon {e:g}: sampled releases", lambda e=e: sharp.releases(e))
+        if not report.quick or e in (report.epsilons[0], report.epsilons[-1]):
+            check(f"epsilon {e:g}: two worlds", lambda e=e: sharp.two_worlds(e))
+        check(f"epsilon {e:g}: one run", lambda e=e: one_run_check(e, 1.0, effort, seed, delta))
+        if report.quick:
+            continue
+        check(f"epsilon {e:g}: sampled releases, q = 0.1", lambda e=e: sharp.releases(e, 0.1))
+        check(f"epsilon {e:g}: one run, q = 0.25", lambda e=e: one_run_check(e, 0.25, effort, seed, delta))
+        for name in _ALSO:
+            check(f"epsilon {e:g}: sampled releases, {name}", lambda e=e, n=name: trainers[n].releases(e))
+    first = report.epsilons[0] if report.epsilons else 1.0
+    if report.quick:
+        check("random draws: sampled releases", lambda: sharp.releases(first, 0.1))
+    else:
+        check("random draws: two worlds", lambda: sharp.two_worlds(first, 0.25))
+
+    def printed() -> None:
+        report.printed += catch_printed(seed, 60_000 if report.quick else 200_000, delta)
+
+    def accountants() -> None:
+        report.accountants += compare_accountants(SHORT_GRID if report.quick else GRID, delta)
+
+    tasks.append(("the printed algorithm", printed))
+    tasks.append(("independent accountants", accountants))
+    return tasks
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except ModuleNotFoundError:
+        return "unknown"

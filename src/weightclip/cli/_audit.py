@@ -1,0 +1,107 @@
+"""``weightclip audit``: try to refute the claimed epsilon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weightclip.audit import Check, Report
+
+
+def audit(
+    quick: Annotated[bool, typer.Option("--quick", help="About a minute instead of ten.")] = False,
+    seed: Annotated[int, typer.Option(help="Root of all randomness: the same seed gives the same report.")] = 0,
+    epsilon: Annotated[list[float] | None, typer.Option(help="Claim to audit by sampling (repeatable).")] = None,
+    delta: Annotated[float, typer.Option(help="delta of every claim.")] = 1e-5,
+    out: Annotated[Path, typer.Option(help="Folder for report.json, the pictures and the tables.")] = Path(
+        "runs/audit"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Try to refute the epsilon that weightclip prints, with its real engine; exit code 1 if that succeeds.
+
+    Example: weightclip audit --quick --epsilon 1 --epsilon 8
+    """
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from weightclip.audit import run_audit, write_report
+
+    epsilons = tuple(epsilon or (1.0, 2.0, 4.0, 8.0))
+    if not all(0 < e <= 30 for e in epsilons):
+        raise typer.BadParameter("claims must lie in (0, 30]", param_hint="--epsilon")
+    if not 0 < delta < 0.5:
+        raise typer.BadParameter("delta must lie in (0, 0.5)", param_hint="--delta")
+    torch.set_num_threads(1)  # matrices of ten by ten: more threads only wait for each other
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("audit", total=None)
+        report = run_audit(quick=quick, seed=seed, epsilons=epsilons, delta=delta,
+                           progress=lambda label, done, total: bar.update(task, description=label, completed=done,
+                                                                          total=total))  # fmt: skip
+        bar.update(task, description="pictures")
+        files = write_report(report, out)
+    if as_json:
+        typer.echo(report.to_json())
+    else:
+        _show(report, Console())
+        typer.echo("written: " + ", ".join(str(f) for f in files[:3]) + (" ..." if len(files) > 3 else ""))
+    for line in report.failures:
+        console.print(f"VIOLATION {line}", style="bold red", highlight=False)
+    if report.failures:
+        raise typer.Exit(1)
+
+
+def _show(report: Report, console: Console) -> None:
+    """Three short tables: trainers, claims, the printed algorithm."""
+    from rich.table import Table
+
+    from weightclip.audit import EXACT, gdp_estimate_of
+
+    def table(title: str, *columns: str) -> Table:
+        new = Table(title=title, title_justify="left", title_style="bold")
+        for i, name in enumerate(columns):
+            new.add_column(name, justify="left" if i == 0 else "right")
+        return new
+
+    by_trainer: dict[str, dict[str, Check]] = {}
+    claims: dict[tuple[float, str], list[Check]] = {}
+    for c in report.checks:
+        if c.audit in EXACT:
+            by_trainer.setdefault(c.subject, {})[c.audit] = c
+        else:
+            claims.setdefault((c.allowed, f"{c.audit}, {c.subject}, q = {c.details['rate']:g}"), []).append(c)
+    exact = table("Exact: largest effect of one record, 1 is allowed", "trainer", *EXACT)
+    for name, found in by_trainer.items():
+        exact.add_row(name, *(_cell(found.get(audit)) for audit in EXACT))
+    console.print(exact)
+    bounds = table(f"Sampled: epsilon at delta = {report.delta:g}", "audit", "claimed", "95% lower bound",
+                   "GDP estimate", "")  # fmt: skip
+    for (claimed, name), found in claims.items():
+        for c in found:
+            bounds.add_row(name, f"{claimed:g}", f"{c.measured:.3g}", f"{gdp_estimate_of(c):.3g}", _verdict(c))
+    console.print(bounds)
+    printed = table("The algorithm as printed, claimed epsilon = 1", "flaw", "shift", "95% lower bound", "")
+    for case in report.printed:
+        caught = "[green]caught[/green]" if case.result.violation else "[red]missed[/red]"
+        printed.add_row(case.name, f"{case.shift:.3g}", f"{case.result.epsilon_lower:.3g}", caught)
+    console.print(printed)
+    wrong = sum(bool(r.disagreement) for r in report.accountants)
+    console.print(f"independent accountants: {len(report.accountants)} settings, {wrong} disagreements")
+
+
+def _cell(check: Check | None) -> str:
+    if check is None:
+        return ""
+    return f"{check.measured:.4f}" + (" [red]violation[/red]" if check.violation else "")
+
+
+def _verdict(check: Check) -> str:
+    return "[red]violation[/red]" if check.violation else "[green]ok[/green]"
