@@ -30,23 +30,22 @@ def settings(n: int, epsilon: float, outputs: int, chosen: Mapping[str, Any]) ->
     strength = signal(n, epsilon, outputs)
     hidden = chosen.get("hidden_layer_sizes")
     if hidden is None:
-        hidden = () if strength < 2000 else (16,)
-    q = chosen.get("batch_fraction") or 1 / 8
+        hidden = () if strength < 1900 else (16,)
+    q = chosen.get("batch_fraction", 1 / 8)
     batch = max(1, round(q * n))
-    linear = len(hidden) == 0
     return Settings(
         hidden=tuple(hidden),
         batch=batch,
-        epochs=chosen.get("epochs") or 30,
-        lr=chosen.get("learning_rate") or (0.06 if linear else 0.03),
+        epochs=chosen.get("epochs", 30),
+        lr=chosen.get("learning_rate", 0.1),
         final_lr=0.1,
         averaging=0.95,
         input_radius=1.0,
-        bias_scale=chosen.get("bias_scale") or 0.3,
-        cap=chosen.get("gradient_cap") or 0.3,
-        temperature=chosen.get("temperature") or 0.3,
+        bias_scale=chosen.get("bias_scale", 0.3),
+        cap=chosen.get("gradient_cap"),
+        temperature=chosen.get("temperature", 0.4),
         weight_norm=chosen.get("weight_norm"),
-        joint_cap=chosen.get("joint_cap") or 0.15,
+        joint_cap=chosen.get("joint_cap", 0.15),
     )
 
 

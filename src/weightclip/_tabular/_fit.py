@@ -166,11 +166,10 @@ def _preprocess(table: Table, plan: Plan, n: int) -> Fitted:
 def _train(table: Table, fitted: Fitted, labels: np.ndarray, objective: Objective, plan: Plan, n: int) -> Run:
     encoder = fitted.encoder
     chosen = dict(plan.chosen)
-    if isinstance(objective, Absolute):
-        chosen["gradient_cap"] = None
-    settings = _defaults.settings(n, plan.epsilon, objective.outputs, chosen)
     if isinstance(objective, (Huber, Absolute)):
-        settings = replace(settings, temperature=1.0, cap=None if isinstance(objective, Absolute) else settings.cap)
+        chosen["temperature"] = 1.0
+        chosen["gradient_cap"] = chosen.get("gradient_cap", 0.3) if isinstance(objective, Huber) else None
+    settings = _defaults.settings(n, plan.epsilon, objective.outputs, chosen)
     features: Any = _Lazy(table, encoder)
     if len(table) * encoder.width * 4 <= _IN_MEMORY:
         features = encoder.transform(table.values)
