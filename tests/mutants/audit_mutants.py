@@ -403,10 +403,12 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("scaling the loss scales the sum", "loss", ALIGNED)
 def _(patch: pytest.MonkeyPatch) -> None:
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[None, None, None, None]:
-        output, gradient = ctx.todo
-        ctx.engine._collect(output, gradient * upstream)
-        return None, None, None, None
+    original = criterion._Summed.backward
+
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        output, gradient, *rest = ctx.todo
+        ctx.todo = (output, gradient * upstream, *rest)
+        return original(ctx, upstream)
 
     patch.setattr(criterion._Summed, "backward", staticmethod(backward))
 

@@ -167,8 +167,8 @@ class Examination:
         yield FALSIFIER, self.falsifier
         yield SAMPLING, self.sampling
         yield TRAINED, self.trained
-        yield RELEASES, lambda: self.releases(epsilon, 0.1)
         yield RELEASES, lambda: self.releases(epsilon)
+        yield RELEASES, lambda: self.releases(epsilon, 0.1)
         yield TWO_WORLDS, lambda: self.two_worlds(epsilon)
 
 

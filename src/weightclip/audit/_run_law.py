@@ -104,7 +104,7 @@ def run_law(
     larger = joined(base, loudest)
     noisy = subject.start(larger, sigma, seed)
     without, with_it = subject.start(base, 0.0, seed), subject.start(larger, 0.0, seed)
-    residuals, shifts = [], []
+    residuals, signals, shifts = [], [], []
 
     def follow(run: Run, count: int) -> None:
         for _ in range(count):
@@ -113,6 +113,7 @@ def run_law(
             with_it.set_weights(weights)
             release, a, b = run.step(), without.step(), with_it.step()
             residuals.append(((release - b) / sigma).numpy())
+            signals.append((b / max(float(b.norm()), 1e-30)).numpy())
             shifts.append(float((b - a).norm()))
 
     half = steps // 2 if resume else steps
@@ -133,7 +134,8 @@ def run_law(
     q = subject.rate
     mu = math.sqrt(sum(s**2 for s in shifts)) / sigma if q == 1 else 0.0
     return RunLaw(
-        subject.name, sigma, check_normal(np.concatenate(residuals)), _dependence(np.stack(residuals)),
+        subject.name, sigma, check_normal(np.concatenate(residuals)),
+        _dependence(np.stack(residuals), np.stack(signals)),
         max(s if math.isfinite(s) else math.inf for s in shifts), _sampling(with_it, np.array(shifts) > 1e-6),
         gdp_epsilon(mu, delta) if 0 < mu < 1e3 else (0.0 if mu == 0 else math.inf),
         charged_by.engine.get_epsilon(delta), fresh, steps, charged_by.engine.steps,
@@ -153,9 +155,14 @@ def _replayed(subject: Subject, data: Records, sigma: float, seed: int, place: P
     return found
 
 
-def _dependence(z: np.ndarray) -> float:
-    """Smallest corrected p-value of a correlation between two steps, or between two coordinates."""
+def _dependence(z: np.ndarray, signals: np.ndarray | None = None) -> float:
+    """Smallest corrected p-value of a correlation between two steps, two coordinates, or noise and data."""
     smallest = 1.0
+    if signals is not None and np.isfinite(z).all() and np.isfinite(signals).all():
+        along = (z * signals).sum(1)  # standard normals, if the noise knows nothing of the data
+        used = np.square(signals).sum(1) > 0.5
+        if used.any():
+            smallest = float(2 * stats.norm.sf(abs(along[used].sum()) / math.sqrt(used.sum())))
     for rows in (z, z.T):
         count, length = rows.shape
         if count < 2 or length < 8:

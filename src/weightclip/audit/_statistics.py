@@ -70,7 +70,7 @@ def compare(scores0: np.ndarray, scores1: np.ndarray, delta: float, claim: Curve
     if not (np.isfinite(s0).all() and np.isfinite(s1).all()):
         # a release that is not finite in one world only tells the worlds apart by itself
         s0, s1 = (np.nan_to_num(s, nan=np.inf, posinf=np.inf, neginf=-np.inf) for s in (s0, s1))
-        s0, s1 = (np.clip(s, -1e300, 1e300) for s in (s0, s1))
+        s0, s1 = (np.clip(s, -1e100, 1e100) for s in (s0, s1))
     train, test = (s0[::2], s1[::2]), (s0[1::2], s1[1::2])
     lower = _best(train, test, lambda a, b, alpha: _epsilon_bound(a, b, delta, alpha))
     mu_lower = _best(train, test, _mu_bound)

@@ -68,27 +68,26 @@ def _show(report: Report, console: Console) -> None:
     def table(title: str, *columns: str) -> Table:
         new = Table(title=title, title_justify="left", title_style="bold")
         for i, name in enumerate(columns):
-            new.add_column(name, justify="left" if i == 0 else "right")
+            new.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
         return new
 
-    by_trainer: dict[str, dict[str, Check]] = {}
-    claims: dict[tuple[float, str], list[Check]] = {}
+    trainers: dict[str, dict[str, Check]] = {}
     for c in report.checks:
         if c.audit in EXACT:
-            by_trainer.setdefault(c.subject, {})[c.audit] = c
-        else:
-            claims.setdefault((c.allowed, f"{c.audit}, {c.subject}, q = {c.details['rate']:g}"), []).append(c)
-    exact = table("Exact: largest effect of one record, 1 is allowed", "trainer", *EXACT)
-    for name, found in by_trainer.items():
+            trainers.setdefault(c.subject, {})[c.audit] = c
+    title = "Exact: largest effect of one record; 1 is allowed"
+    exact = table(title, "trainer", "falsifier", "trained", "one step", "run", "draws")
+    for name, found in trainers.items():
         exact.add_row(name, *(_cell(found.get(audit)) for audit in EXACT))
     console.print(exact)
-    bounds = table(f"Sampled: epsilon at delta = {report.delta:g}", "audit", "claimed", "95% lower bound",
-                   "GDP estimate", "")  # fmt: skip
-    for (claimed, name), found in claims.items():
-        for c in found:
-            bounds.add_row(name, f"{claimed:g}", f"{c.measured:.3g}", f"{gdp_estimate_of(c):.3g}", _verdict(c))
+    title = f"Sampled: epsilon at delta = {report.delta:g}"
+    bounds = table(title, "audit, trainer", "q", "claimed", "95% lower", "GDP", "")
+    for c in report.checks:
+        if c.audit not in EXACT:
+            bounds.add_row(f"{c.audit}, {c.subject}", f"{c.details['rate']:g}", f"{c.allowed:g}", f"{c.measured:.3g}",
+                           f"{gdp_estimate_of(c):.3g}", _verdict(c))  # fmt: skip
     console.print(bounds)
-    printed = table("The algorithm as printed, claimed epsilon = 1", "flaw", "shift", "95% lower bound", "")
+    printed = table("The algorithm as printed, claimed epsilon = 1", "flaw", "shift", "95% lower", "")
     for case in report.printed:
         caught = "[green]caught[/green]" if case.result.violation else "[red]missed[/red]"
         printed.add_row(case.name, f"{case.shift:.3g}", f"{case.result.epsilon_lower:.3g}", caught)

@@ -1,0 +1,79 @@
+"""``weightclip audit --quick`` end to end, and what the command line does with violations and bad options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import weightclip.audit as audit
+from weightclip.audit import Check, Report
+from weightclip.cli import main
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["audit", *arguments])
+    assert isinstance(stop.value.code, int)
+    return stop.value.code
+
+
+def test_the_quick_audit_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert _run("--quick", "--seed", "1", "--out", str(tmp_path), "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["failures"] == [] and report["quick"] and report["seed"] == 1
+    assert report["epsilons"] == [1.0, 2.0, 4.0, 8.0]
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert (tmp_path / "audit.png").stat().st_size > 50_000
+    sampled = [c for c in report["checks"] if c["audit"] in ("one step, sampled", "two worlds", "one run")]
+    assert all(c["measured"] <= c["allowed"] for c in sampled)
+    sharp = [c for c in sampled if c["audit"] == "one step, sampled" and c["details"]["rate"] == 1]
+    assert len(sharp) == 4
+    assert all(abs(c["details"]["result"]["epsilon_gdp"] / c["allowed"] - 1) < 0.25 for c in sharp)
+    printed = report["printed"][0]
+    assert printed["claimed"] == 1 and printed["epsilon_lower"] >= 5
+
+
+def _fake(monkeypatch: pytest.MonkeyPatch, violation: bool) -> None:
+    layer = {"layer": "0", "bound": 1.0, "found": 2.0, "typical": 0.1, "ratio": 2.0}
+    check = Check("falsifier", "some trainer", 2.0, 1.0, violation, "layer 0", {"layers": [layer], "rate": 1.0})
+    monkeypatch.setattr(audit, "run_audit", lambda **options: Report(3, True, 1e-5, (1.0,), [check]))
+
+
+def test_a_violation_is_shown_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    _fake(monkeypatch, True)
+    assert _run("--out", str(tmp_path)) == 1
+    shown = capsys.readouterr()
+    assert "VIOLATION falsifier, some trainer: layer 0" in shown.err and "some trainer" in shown.out
+
+
+def test_without_one_it_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    _fake(monkeypatch, False)
+    assert _run("--out", str(tmp_path)) == 0
+    assert "VIOLATION" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [("--epsilon", "-1"), ("--epsilon", "x"), ("--delta", "2"), ("--nope",)])
+def test_bad_options_are_named_in_one_line(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+    assert _run(*options) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and "\n" not in error and options[0] in error
+
+
+def test_errors_of_ours_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    from weightclip.errors import WeightclipError
+
+    def fail(**options: object) -> Report:
+        raise WeightclipError("what, where,\nhow to fix")
+
+    monkeypatch.setattr(audit, "run_audit", fail)
+    assert _run("--out", str(tmp_path)) == 1
+    assert capsys.readouterr().err.strip().splitlines()[-1] == "error: what, where, how to fix"
+    monkeypatch.setenv("WEIGHTCLIP_DEBUG", "1")
+    with pytest.raises(WeightclipError):
+        main(["audit", "--out", str(tmp_path)])
