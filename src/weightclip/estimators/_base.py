@@ -146,7 +146,7 @@ class LipDP(BaseEstimator):
         schema = self._schema()
         bounds = bounds_by_name(self.feature_bounds, list(arrays))
         listed = {str(k): tuple(canonical(c) or "" for c in v) for k, v in (self.categories or {}).items()}
-        for name in [*listed, *schema.ignore, *(c.name for c in schema.columns)]:
+        for name in [*listed, *(c.name for c in schema.columns)]:
             if name not in arrays:
                 raise WeightclipError(f"column {name!r} is described, but X has no such column.")
         columns = []

@@ -1,0 +1,40 @@
+"""The tutorials run, and print what they say they print."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(name, *arguments, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capfd.readouterr().out
+
+
+def test_first_private_model(monkeypatch, capfd, tmp_path):
+    pytest.importorskip("pandas")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    out = run("first_private_model.py", "3000", monkeypatch=monkeypatch, capfd=capfd)
+    assert "files          unchanged" in out and "-differentially private" in out
+    assert float(out.split("to show): ")[1].split()[0]) > 0.75
+    assert 0.98 < float(out.split("\nepsilon ")[-1].split()[0]) <= 1.0
+
+
+def test_from_opacus(monkeypatch, capfd):
+    out = run("from_opacus.py", "1", monkeypatch=monkeypatch, capfd=capfd)
+    assert "weightclip  epsilon" in out and "joint sensitivity" in out
+
+
+def test_choosing_epsilon(monkeypatch, capfd):
+    pytest.importorskip("pandas")
+    out = run("choosing_epsilon.py", "german_credit", monkeypatch=monkeypatch, capfd=capfd)
+    assert "epsilon  1.0: at most 73.1% sure" in out
+    together, stated = (float(v.strip(",")) for v in out.split("together: ")[1].split()[0:5:4])
+    assert together == pytest.approx(stated, abs=1e-3)
+    assert float(out.split("about ten: epsilon ")[1].split()[0]) > 1.0
