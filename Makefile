@@ -8,7 +8,7 @@ WORKERS ?= 2
 # One thread per test process: small matrices gain nothing from more, and the workers do not fight over cores.
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help setup demo test lint format bench study-tabular study-tabular-search audit docs clean
+.PHONY: help setup demo test lint format bench study-tabular study-tabular-search audit audit-quick docs clean
 
 help:
 	@echo "make setup          build $(VENV) with weightclip and everything its tests need"
@@ -19,7 +19,8 @@ help:
 	@echo "make bench          time and memory against plain training and DP-SGD"
 	@echo "make study-tabular  the paper's tabular tables and figures (QUICK=1 for a short run)"
 	@echo "make study-tabular-search  the search behind its settings (resumable)"
-	@echo "make audit          try to refute the claimed epsilon"
+	@echo "make audit          try to refute the claimed epsilon, and the audits themselves by deliberate bugs"
+	@echo "make audit-quick    the same claims in a minute"
 	@echo "make docs           the documentation as HTML"
 	@echo "make clean          remove $(VENV) and caches"
 
@@ -59,7 +60,11 @@ study-tabular-search: setup
 	$(SINGLE) $(BIN)/weightclip reproduce search $(if $(QUICK),--quick)
 
 audit: setup
-	$(BIN)/weightclip audit
+	$(SINGLE) $(BIN)/weightclip audit --out results/audit
+	$(SINGLE) WEIGHTCLIP_AUDIT_TABLE=results/audit $(BIN)/python -m pytest -q tests/mutants/test_audit_mutants.py
+
+audit-quick: setup
+	$(SINGLE) $(BIN)/weightclip audit --quick
 
 docs: setup
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
