@@ -58,10 +58,11 @@ def test_no_noise_is_better_and_majority_is_the_floor():
     assert floor["accuracy"] == pytest.approx(0.5877, abs=1e-3) and floor["auc"] == 0.5
 
 
+@pytest.mark.parametrize("group_norm", [False, True])
 @pytest.mark.parametrize("method", ["dp-sgd", "lip-weights", "lip-factors", *PRINTED_METHODS])
-def test_the_papers_space_runs(method: str):
-    config = {**paper_space(method).sample(np.random.default_rng(2), 1, 1)[0], "epochs": 1, "batch": 128}
-    value = evaluate(prepare("breast_cancer"), method, False, [config], [0], "valid")[0][0]
+def test_the_papers_space_runs(method: str, group_norm: bool):
+    config = {**paper_space(method, group_norm).sample(np.random.default_rng(2), 1, 1)[0], "epochs": 1, "batch": 128}
+    value = evaluate(prepare("breast_cancer"), method, group_norm, [config], [0], "valid")[0][0]
     assert value["sigma"] == config["sigma"] and value["epsilon"] > 0
 
 

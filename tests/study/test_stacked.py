@@ -46,16 +46,16 @@ def records(n: int = 60, d: int = 5, seed: int = 0) -> tuple[np.ndarray, np.ndar
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("classes", [2, 3])
 def test_no_record_exceeds_its_sensitivity(variant: str, norm: GroupNorm | None, classes: int):
-    X, y = records()
+    X, y = records(30)
     y = y if classes == 2 else np.arange(len(y)) % 3
     objective = Logistic() if classes == 2 else Softmax(3)
-    settings = Settings(hidden=(8,), batch=len(X), epochs=12, lr=0.3, **VARIANTS[variant])
+    settings = Settings(hidden=(8,), batch=len(X), epochs=6, lr=0.3, **VARIANTS[variant])
     data = Data(X, y, objective, None, 1, torch.device("cpu"))
     stack = StudyStack(data, [settings], [Streams.seeded(0)], objective, [norm])
     stack.sigma, stack.noisy = stack.vector([1.0]), True
     stack.start(None)
     largest = 0.0
-    for step in range(12):
+    for step in range(6):
         delta, scale = stack.bounds()
         for i in range(len(X)):
             parts = stack.views(stack.summed(torch.tensor([[i]]), None)[0, 0])

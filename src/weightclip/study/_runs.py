@@ -208,10 +208,10 @@ def _calibrated(epsilon: float, delta: float, q: float, steps: int, accountant: 
 def _norm(config: Config, group_norm: bool) -> GroupNorm | None:
     if not group_norm:
         return None
-    groups = int(config["groups"])
+    size = int(config["group_size"])
     # the paper writes alpha in units of 1/|group|
-    size = config["width"] // groups
-    return GroupNorm(groups, config["alpha"] / size if "sigma" in config else config["alpha"])
+    alpha = config["alpha"] if "alpha" in config else config["relative_alpha"] / size
+    return GroupNorm(int(config["width"]) // size, alpha)
 
 
 def _sound(prepared, method, group_norm, configs, seeds, X, y, target, accountant, part):

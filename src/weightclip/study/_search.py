@@ -37,7 +37,7 @@ class Budget:
     """
 
     structures: int = 4
-    rounds: int = 1
+    rounds: int = 3
     parents: int = 1
     each: int = 8
     seeds: int = 4

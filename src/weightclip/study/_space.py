@@ -136,13 +136,13 @@ def our_space(method: str, records: int, group_norm: bool = False) -> Space:
     Args:
         method: One of the trained methods.
         records: Number of training records; small tables get more epochs, which cost nothing there.
-        group_norm: Whether groups and α are searched as well.
+        group_norm: Whether the size of groups and α are searched as well.
     """
     small = records < 5000
     structure: dict[str, Choice] = {
         "width": Choice((8, 16, 32)),
         "batches": Choice((2, 4, 8, 12) if small else (4, 8, 16, 32)),  # per epoch: b = n/batches
-        "epochs": Choice((8, 12, 20, 30) if small else (4, 7, 10, 15)),
+        "epochs": Choice((8, 12, 20, 30) if small else (4, 7, 10, 15, 20)),
     }
     fine: dict[str, Range | Choice] = {
         "lr": Range(0.003, 0.2),
@@ -154,7 +154,7 @@ def our_space(method: str, records: int, group_norm: bool = False) -> Space:
     if method in SOUND and method != "joint-cap":
         structure["allocation"] = Choice(("equal", "adam"))
     if group_norm:
-        structure["groups"] = Choice((2, 4, 8))
+        structure["group_size"] = Choice((4, 8))  # a group of one unit would be constant
         fine["alpha"] = Range(0.05, 1.0)
     if method == "dp-sgd":
         fine["clip"] = Range(0.03, 5.0)
@@ -172,7 +172,7 @@ def our_space(method: str, records: int, group_norm: bool = False) -> Space:
         {
             **dict(zip(("width", "batches", "epochs"), shape, strict=True)),
             **({"allocation": ("adam", "equal")[i % 2]} if "allocation" in structure else {}),
-            **({"groups": (4, 2, 8)[i % 3]} if group_norm else {}),
+            **({"group_size": (4, 8)[i % 2]} if group_norm else {}),
         }
         for i, shape in enumerate(_SMALL if small else _LARGE)
     )
@@ -188,8 +188,8 @@ def paper_space(method: str, group_norm: bool = False) -> Space:
     }
     fine: dict[str, Range | Choice] = {"sigma": Range(0.4, 5.0), "lr": Range(1e-4, 1e-2)}
     if group_norm:
-        structure["groups"] = Choice((2, 4, 8))
-        fine["alpha"] = Range(0.1, 1.0)  # times 1/|group|
+        structure["group_size"] = Choice((4, 8))
+        fine["relative_alpha"] = Range(0.1, 1.0)  # times 1/|group|
     if method == "dp-sgd":
         fine["clip"] = Range(1.0, 15.0)
     elif method in (*PRINTED_METHODS, "lip-weights", "fix-lip", "lip-factors"):
