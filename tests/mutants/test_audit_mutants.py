@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.mutants.audit_mutants import MUTANTS, Mutant
 from weightclip.audit import AUDITS, QUICK, Examination, subjects
 from weightclip.audit._checks import one_run_check
 
+SHORT = replace(QUICK, releases=300, runs=40, run_steps=2)
 TABLE = os.environ.get("WEIGHTCLIP_AUDIT_TABLE")
 
 
@@ -31,10 +33,10 @@ def table() -> Iterator[dict[str, dict[str, str]]]:
 def _attack(mutant: Mutant, thorough: bool) -> dict[str, str]:
     """Audit -> what it found: "killed", "alive", or the error that the mutant caused (which is no kill)."""
     verdicts: dict[str, str] = {}
-    examination = Examination(subjects()[mutant.subject])
+    examination = Examination(subjects()[mutant.subject], SHORT)
     audits = list(examination.every())
     if thorough:
-        audits.append((AUDITS[-1], lambda: one_run_check(2.0, 1.0, QUICK, 0, 1e-5)))
+        audits.append((AUDITS[-1], lambda: one_run_check(2.0, 1.0, SHORT, 0, 1e-5)))
     for name, audit in audits:
         try:
             verdict = "killed" if audit().violation else "alive"

@@ -37,6 +37,8 @@ from weightclip.audit._one_step import StepLaw as StepLaw
 from weightclip.audit._one_step import step_law as step_law
 from weightclip.audit._printed import Caught as Caught
 from weightclip.audit._printed import catch_printed as catch_printed
+from weightclip.audit._pure import PureLaw as PureLaw
+from weightclip.audit._pure import pure_law as pure_law
 from weightclip.audit._releases import SampledReleases as SampledReleases
 from weightclip.audit._releases import sampled_releases as sampled_releases
 from weightclip.audit._run_law import RunLaw as RunLaw

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from weightclip import nn as wnn
+from weightclip._adaptive import Adaptive
 from weightclip.audit._subject import Records, Subject
 from weightclip.config import Bounds
 from weightclip.factors import Product
@@ -144,6 +145,12 @@ def _normalisation() -> nn.Module:
     )  # fmt: skip
 
 
+def _standardised() -> nn.Module:
+    return nn.Sequential(
+        wnn.StandardizedConv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(50, 2)
+    )  # fmt: skip
+
+
 def _one_layer() -> nn.Module:
     return _set(nn.Linear(4, 2, bias=False), aligned(1.0, _opposite(), _ones(4)))
 
@@ -176,6 +183,12 @@ def subjects() -> dict[str, Subject]:
         Subject("float32 sums", _one_layer,
                 capped, Bounds(input_radius=1.0, product=Product(dtype=torch.float32)), dense, batch=4096.0),
         Subject("large batches", _one_layer, capped, Bounds(input_radius=1.0), dense, batch=4096.0),
+        Subject("limits by private quantiles", factors, nn.CrossEntropyLoss(),
+                Bounds(layer_radius=1.5, cotangent_radius=0.2, adaptive=Adaptive(noise=4.0)), dense),
+        Subject("three views of each record", factors, nn.CrossEntropyLoss(),
+                Bounds(layer_radius=1.5, cotangent_radius=0.2), dense, views=3),
+        Subject("standardised kernels", _seeded(_standardised), capped, Bounds(input_radius=2.0),
+                gaussian_records((1, 5, 5))),
         Subject("bfloat16 autocast", factors, nn.CrossEntropyLoss(), Bounds(layer_radius=1.5, cotangent_radius=0.2),
                 dense, autocast=torch.bfloat16),
     ]  # fmt: skip

@@ -11,6 +11,7 @@ from weightclip.audit._falsifier import Falsification, falsify
 from weightclip.audit._neighbours import hostile_neighbours, rounding_neighbours
 from weightclip.audit._one_run import one_run
 from weightclip.audit._one_step import step_law
+from weightclip.audit._pure import pure_law
 from weightclip.audit._releases import sampled_releases
 from weightclip.audit._run_law import RunLaw, poisson_subject, run_law
 from weightclip.audit._subject import Records, Subject
@@ -21,11 +22,13 @@ TRAINED = "falsifier, trained"
 ONE_STEP = "one step, exact"
 RUN_LAW = "law of a run"
 SAMPLING = "law of the draws"
+PURE = "K-norm mechanism"
 RELEASES = "one step, sampled"
 TWO_WORLDS = "two worlds"
 ONE_RUN = "one run"
-EXACT = (FALSIFIER, TRAINED, ONE_STEP, RUN_LAW, SAMPLING)
+EXACT = (FALSIFIER, TRAINED, ONE_STEP, RUN_LAW, SAMPLING, PURE)
 AUDITS = (FALSIFIER, TRAINED, ONE_STEP, RUN_LAW, SAMPLING, RELEASES, TWO_WORLDS, ONE_RUN)
+"""Audits that every mutant meets; the K-norm mechanism has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,11 @@ class Examination:
         law = run_law(poisson_subject(self.subject), self.loudest, steps=self.effort.draws, delta=self.delta,
                       seed=self.seed, resume=False, records=2)  # fmt: skip
         return _law_check(SAMPLING, law)
+
+    def pure(self, p: float) -> Check:
+        """The K-norm mechanism in one exponent."""
+        law = pure_law(self.subject, p, hostile_neighbours(self.subject, self.loudest, self.seed), seed=self.seed)
+        return Check(PURE, self.subject.name, law.shift, 1.0, law.violation, f"p = {p:g}, {law.worst}", asdict(law))
 
     def releases(self, epsilon: float, rate: float = 1.0) -> Check:
         """Sampled releases of one step."""

@@ -20,6 +20,7 @@ from torch.func import functional_call, grad, vjp, vmap
 from weightclip.audit._subject import Records, Run, Subject, units_of
 from weightclip.config import Bounds
 from weightclip.engine import PrivacyEngine
+from weightclip.errors import WeightclipError
 from weightclip.losses import BCEWithLogits, CrossEntropy, Loss, MultiMargin
 
 TOLERANCE = 1e-6
@@ -83,6 +84,8 @@ def falsify(
     if isinstance(target, Subject):
         target = target.start(target.ordinary(2, seed), 0.0)
     engine = target.engine if isinstance(target, Run) else target
+    if engine._release.knorm is not None:
+        raise WeightclipError("the falsifier measures l2 norms: audit a K-norm mechanism with pure_law.")
     subject = target.subject if isinstance(target, Run) else Subject.of(engine)
     if ordinary is None:
         ordinary = subject.ordinary(64, seed)
@@ -115,12 +118,17 @@ def summed_gradient(engine: PrivacyEngine, x: Tensor, y: Tensor, units: list[flo
 @contextlib.contextmanager
 def opened(engine: PrivacyEngine) -> Iterator[None]:
     """Inside, gradients may be taken from the model's output directly, past the gate: for audits only."""
-    gate = engine._gate
-    before, gate.engine = gate.engine, None
+    gate, layers = engine._gate, [] if engine._quantiles is None else list(engine._quantiles.modules.values())
+    before, counters = gate.engine, [layer._wc_counter for layer in layers]
+    gate.engine = None
+    for layer in layers:  # limits stay, counting for their quantiles pauses
+        layer._wc_counter = None
     try:
         yield
     finally:
         gate.engine = before
+        for layer, counter in zip(layers, counters, strict=True):
+            layer._wc_counter = counter
 
 
 def _separate(bounds: Bounds, layers: list[str]) -> Bounds:

@@ -101,10 +101,10 @@ class _Bench:
         smaller, larger = self._run(pair.base, pair.rate), self._run(pair.larger, pair.rate)
         if self._start is None:
             self._start = smaller.weights()
-        for run in (smaller, larger):  # a record that is not finite must not spoil the pairs that follow
-            run.set_weights(self._start)
         worst, same = 0.0, True
         for _ in range(pair.steps):
+            for run in (smaller, larger):  # every draw starts from the same released state
+                run.set_weights(self._start)
             a, b = smaller.step(), larger.step()
             same = same and smaller.layer_units() == larger.layer_units()
             distance = float((a - b).norm())

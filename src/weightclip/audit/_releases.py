@@ -55,7 +55,7 @@ def sampled_releases(
     frozen = replace(subject, optimizer=frozen_sgd, rate=rate)
     base = silent(subject, 3 if rate == 1 else 1, seed)
     larger = joined(base, loudest)
-    direction = _mean(frozen, larger) - _mean(frozen, base)
+    direction = _mean(frozen, larger, sigma) - _mean(frozen, base, sigma)
     scores = []
     for data in (base, larger):
         run = frozen.start(data, sigma, seed)
@@ -71,5 +71,5 @@ def silent(subject: Subject, n: int, seed: int) -> Records:
     return (x, torch.full_like(y, loss.ignore_index)) if isinstance(loss, CrossEntropy) else (x, y)
 
 
-def _mean(subject: Subject, data: Records) -> torch.Tensor:
-    return subject.start(data, 0.0, rate=1.0).step()
+def _mean(subject: Subject, data: Records, sigma: float) -> torch.Tensor:
+    return subject.start(data, 0.0, unit=sigma, rate=1.0).step()

@@ -103,7 +103,7 @@ def run_law(
     base = subject.ordinary(records, seed)
     larger = joined(base, loudest)
     noisy = subject.start(larger, sigma, seed)
-    without, with_it = subject.start(base, 0.0, seed), subject.start(larger, 0.0, seed)
+    without, with_it = (subject.start(data, 0.0, seed, unit=sigma) for data in (base, larger))
     residuals, signals, shifts = [], [], []
 
     def follow(run: Run, count: int) -> None:

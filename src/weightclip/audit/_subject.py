@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ from weightclip.engine import PrivacyEngine
 from weightclip.errors import WeightclipError
 from weightclip.factors import make_layer_plain
 from weightclip.losses import Loss, recognise
-from weightclip.mechanisms import Allocation, Equal
+from weightclip.mechanisms import Allocation, Equal, quantile_adjusted_sigma
 
 Records = tuple[Tensor, Tensor]
 """Inputs and labels, records on dimension 0."""
@@ -47,6 +48,8 @@ class Subject:
         allocation: How noise is spread.
         optimizer: Makes the optimiser.
         autocast: Type of ``torch.autocast`` in the forward, or None.
+        views: Augmentation multiplicity; view m of a record is (1 + m) times its input.
+        mechanism: None for the Gaussian.
     """
 
     name: str
@@ -60,6 +63,8 @@ class Subject:
     allocation: Allocation = field(default_factory=Equal)
     optimizer: Callable[[Any], torch.optim.Optimizer] = plain_sgd
     autocast: torch.dtype | None = None
+    views: int = 1
+    mechanism: Any = None
 
     @classmethod
     def of(cls, engine: PrivacyEngine, name: str = "model") -> Subject:
@@ -90,9 +95,9 @@ class Subject:
         """Ordinary records from a seed."""
         return self.records(n, torch.Generator().manual_seed(seed))
 
-    def start(self, data: Records, sigma: float, seed: int = 0, **changes: Any) -> Run:
-        """Start the trainer on a data set with noise multiplier ``sigma``."""
-        return Run(replace(self, **changes), data, sigma, seed)
+    def start(self, data: Records, sigma: float, seed: int = 0, unit: float | None = None, **changes: Any) -> Run:
+        """Start the trainer on a data set with multiplier ``sigma``; ``unit`` is the sigma that sets the units."""
+        return Run(replace(self, **changes), data, sigma, seed, unit or sigma or 1.0)
 
 
 class Run:
@@ -100,11 +105,13 @@ class Run:
 
     Releases are read from ``p.grad`` after ``step()``, as any observer could, and shown in *units*: coordinate j of
     layer k times b (and beta for biases) over s_k/sigma, where s_k is what the engine says it adds. In these units one
-    record may move the release by at most 1 and the noise is N(0, sigma^2 I).
+    record may move the release by at most 1 and the noise is N(0, sigma^2 I). Where limits follow private quantiles,
+    the noisy counts (read off the moves of the limits) are further coordinates of the same release; how the budget is
+    split then depends on sigma, so that a noiseless twin has to know it (``unit``).
     """
 
-    def __init__(self, subject: Subject, data: Records, sigma: float, seed: int) -> None:
-        self.subject, self.sigma = subject, sigma
+    def __init__(self, subject: Subject, data: Records, sigma: float, seed: int, unit: float) -> None:
+        self.subject, self.sigma, self.unit = subject, sigma, unit
         self.x, self.y = (t.clone() for t in data)
         self.engine = PrivacyEngine()
         loader = DataLoader(TensorDataset(self.x, self.y), batch_size=max(1, round(subject.batch)))
@@ -114,7 +121,13 @@ class Run:
             criterion=subject.criterion, noise_multiplier=sigma, bounds=subject.bounds, sample_rate=subject.rate,
             expected_batch_size=subject.batch, max_physical_batch_size=subject.physical,
             generator=torch.Generator().manual_seed(seed), allocation=subject.allocation,
+            augmentation_multiplicity=subject.views, mechanism=subject.mechanism,
         )  # fmt: skip
+        release = self.engine._release
+        # gradients of effective weights as they are released, before they are pulled back to the parameters
+        release.blocks = [replace(b, pull_back=None) for b in release.blocks]
+        self._quantiles = self.engine._quantiles
+        self._limits = [] if self._quantiles is None else [m._wc_limits for m in self._quantiles.modules.values()]
         self._batches = self._endless()
 
     def _endless(self) -> Iterator[Any]:
@@ -123,8 +136,12 @@ class Run:
 
     def step(self) -> Tensor:
         """Train on the next draw, all its pieces; returns the release in units (float64, one flat vector)."""
+        if self._quantiles is not None:
+            self._before = self._quantiles.state()
         while True:
             x, y = next(self._batches)
+            if self.subject.views > 1:
+                x = torch.stack([(1 + m) * x for m in range(self.subject.views)], 1).flatten(0, 1)
             self.optimizer.zero_grad()
             with self._precision():
                 loss = self.criterion(self.model(x), y)
@@ -152,11 +169,26 @@ class Run:
             grad = block.parameter.grad
             value = torch.zeros_like(block.parameter) if grad is None else grad
             parts.append(value.detach().double().flatten() * (self.subject.batch * block.beta / unit))
+        if self._quantiles is not None:
+            parts.append(self._counts())
         return torch.cat(parts)
+
+    def _counts(self) -> Tensor:
+        """The noisy sums of centred indicators behind the last moves of the limits, in units of sigma_b/sigma."""
+        q = self._quantiles
+        assert q is not None
+        now = q.state()
+        moves = [math.log(now[path][i] / self._before[path][i]) for path, i in q.queries]
+        shares = q.settings.quantile - torch.tensor(moves, dtype=torch.float64) / q.settings.rate
+        return (shares - 0.5) * q.batch * (self.unit / q.sigma_b)
 
     def layer_units(self) -> list[float]:
         """s_k/sigma of each layer, as the engine computed them for the last step."""
-        return units_of(self.engine, self.engine._sensitivities)
+        units, q = units_of(self.engine, self.engine._sensitivities), self._quantiles
+        if q is None:
+            return units
+        share = quantile_adjusted_sigma(self.unit, len(q.queries), q.sigma_b) / self.unit  # of the budget
+        return [share * u for u in units]
 
     def block_units(self) -> list[float]:
         """The unit of each parameter's coordinates."""
@@ -168,19 +200,22 @@ class Run:
         blocks, units = self.engine._release.blocks, self.layer_units()
         sizes = [b.parameter.numel() for b in blocks]
         squares = [0.0] * len(units)
-        for block, part in zip(blocks, release.split(sizes), strict=True):
+        for block, part in zip(blocks, release[: sum(sizes)].split(sizes), strict=True):
             squares[block.layer] += float(part.square().sum())
         return {p: s**0.5 * u for p, s, u in zip(self.engine.plan.layers, squares, units, strict=True)}
 
     def weights(self) -> list[Tensor]:
-        """A copy of the trained parameters."""
-        return [b.parameter.detach().clone() for b in self.engine._release.blocks]
+        """A copy of the trained parameters, and of limits that follow quantiles."""
+        return [t.detach().clone() for t in self._state()]
+
+    def _state(self) -> list[Tensor]:
+        return [*(b.parameter for b in self.engine._release.blocks), *self._limits]
 
     @torch.no_grad()
     def set_weights(self, weights: Sequence[Tensor]) -> None:
-        """Overwrite the trained parameters."""
-        for block, value in zip(self.engine._release.blocks, weights, strict=True):
-            block.parameter.copy_(value)
+        """Overwrite what :meth:`weights` gave."""
+        for tensor, value in zip(self._state(), weights, strict=True):
+            tensor.copy_(value)
 
     def replace(self, data: Records) -> None:
         """Put other records of the same shapes into the data set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -18,6 +19,7 @@ PRINTED_AT_LEAST = 5.0
 
 SHARP = "joint cap"
 """The trainer whose bound is attained exactly by one record over all layers: flat clipping."""
+PURE_TRAINER = "aligned dense net"
 _ALSO = ("normalisation", "radii on both factors")
 
 
@@ -120,6 +122,8 @@ def _tasks(report: Report) -> list[tuple[str, Callable[[], None]]]:
         check(f"{name}: law of the draws", trainer.sampling)
         if not report.quick or trainer.subject.bounds.weight_norm is not None:
             check(f"{name}: falsifier, trained", trainer.trained)
+    for p in (1.0, 2.0, math.inf):
+        check(f"K-norm mechanism, p = {p:g}", lambda p=p: trainers[PURE_TRAINER].pure(p))
     sharp = trainers[SHARP]
     for e in report.epsilons:
         check(f"epsilon {e:g}: sampled releases", lambda e=e: sharp.releases(e))

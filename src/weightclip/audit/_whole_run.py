@@ -70,7 +70,7 @@ def two_worlds(
     """
     sigma = calibrate_sigma(epsilon_claimed, target_delta, rate, steps)
     base = subject.ordinary(records, seed)
-    quiet = [subject.start(data, 0.0, seed, rate=1.0) for data in (base, loudest)]
+    quiet = [subject.start(data, 0.0, seed, unit=sigma, rate=1.0) for data in (base, loudest)]
     scores = []
     for data in (base, joined(base, loudest)):
         run = subject.start(data, sigma, seed, rate=rate)

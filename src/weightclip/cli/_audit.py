@@ -76,7 +76,7 @@ def _show(report: Report, console: Console) -> None:
         if c.audit in EXACT:
             trainers.setdefault(c.subject, {})[c.audit] = c
     title = "Exact: largest effect of one record; 1 is allowed"
-    exact = table(title, "trainer", "falsifier", "trained", "one step", "run", "draws")
+    exact = table(title, "trainer", "falsifier", "trained", "one step", "run", "draws", "K-norm")
     for name, found in trainers.items():
         exact.add_row(name, *(_cell(found.get(audit)) for audit in EXACT))
     console.print(exact)
