@@ -54,7 +54,7 @@ def test_epsilon_is_true(bounds, epsilon):
     assert model.epsilon_ > 0.98 * epsilon  # the budget is used
     assert independent(report) == pytest.approx(model.epsilon_, rel=2e-3)
     assert recompute(report) == pytest.approx(model.epsilon_, rel=1e-9)
-    assert len(report["mechanisms"]) == (3 if bounds is None else 2)
+    assert len(report["mechanisms"]) == (4 if bounds is None else 3)
     for m in report["mechanisms"]:
         assert 0 < m["epsilon"] <= model.epsilon_
     layer_sum = [layer["noise"] / layer["sensitivity"] for layer in report["layers"]]
@@ -116,6 +116,8 @@ def test_share_of_preprocessing_is_as_stated():
     )
     assert large[0]["sigma"] == pytest.approx(small[0]["sigma"] * math.sqrt(0.05 / 0.4))
     assert large[-1]["sigma"] > small[-1]["sigma"]
+    nearly_all = LipDPClassifier(1.0, delta=1e-5, epochs=3, preprocessing=PrivateScaling(share=0.98)).fit(X, Y)
+    assert nearly_all.epsilon_ <= 1.0
 
 
 def test_classes_in_y_count_as_public_unless_declared():
@@ -173,15 +175,15 @@ def test_declared_categories_and_bounds_are_free():
     data = frame()[["age", "job", "happy"]]
     y = (data["job"] == "a").to_numpy()
     model = LipDPClassifier(**QUICK, categories={"job": ["a", "b", "c"]}, feature_bounds={"age": (0, 120)}).fit(data, y)
-    assert [m["label"] for m in model.privacy_report_["mechanisms"]] == ["quantiles of 1 columns", "noisy gradients"]
+    assert [m["label"] for m in model.privacy_report_["mechanisms"]] == [
+        "quantiles of 1 columns", "means of 10 features", "noisy gradients"
+    ]  # fmt: skip
     # whole numbers with the range 0 to 1 are flags, and need no quantiles
     flags = RNG.integers(0, 2, (500, 4))
     one = LipDPClassifier(**QUICK, feature_bounds=(0, 1)).fit(flags, flags[:, 0])
-    assert len(one.privacy_report_["mechanisms"]) == 1
-    assert (
-        len(LipDPClassifier(**QUICK, feature_bounds=(0, 1)).fit(flags * 1.0, flags[:, 0]).privacy_report_["mechanisms"])
-        == 2
-    )
+    assert [m["label"] for m in one.privacy_report_["mechanisms"]] == ["means of 4 features", "noisy gradients"]
+    floats = LipDPClassifier(**QUICK, feature_bounds=(0, 1)).fit(flags * 1.0, flags[:, 0])
+    assert floats.privacy_report_["mechanisms"][0]["label"] == "quantiles of 4 columns"
 
 
 @pytest.mark.parametrize("change, match", [

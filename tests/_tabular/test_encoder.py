@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from weightclip._streams import Streams
-from weightclip._tabular import Column, Encoder, Table
+from weightclip._tabular import Column, Encoder, Fitted, Table
 from weightclip._tabular._encoder import (
     Codes,
     Pieces,
+    center,
+    center_error,
     encoder_error,
     fit_private,
     fit_public,
@@ -35,6 +37,7 @@ VALUES = np.column_stack([
     RNG.choice([17, 99], N),
 ])  # fmt: skip
 TABLE = Table(COLUMNS, VALUES)
+PLAIN = {"center": [], "gain": 1.0, "radius": 1.0}
 
 
 def test_every_mechanism_is_listed_and_together_they_have_the_stated_multiplier():
@@ -134,8 +137,8 @@ def test_constant_and_empty_columns_work(fill, column):
 
 
 def test_json_round_trip():
-    encoder = fit_private(TABLE, 3.0, 6, Streams.seeded(0), N).encoder
-    again = Encoder.from_json(json.loads(json.dumps(encoder.to_json())))
+    encoder = center(fit_private(TABLE, 3.0, 6, Streams.seeded(0), N), TABLE, 3.0, Streams.seeded(0), N).encoder
+    again = Encoder.from_json(*(json.loads(json.dumps(j)) for j in (encoder.to_json(), encoder.shift_json())))
     assert again == encoder
     assert np.array_equal(again.transform(VALUES[:9]), encoder.transform(VALUES[:9]))
 
@@ -147,12 +150,62 @@ def test_json_round_trip():
 def test_damaged_descriptions_are_refused(change, match):
     entries = fit_public(Table(COLUMNS[:1], VALUES[:, :1]), 2).encoder.to_json()
     with pytest.raises(WeightclipError, match=match):
-        Encoder.from_json([{**entries[0], **change}])
+        Encoder.from_json([{**entries[0], **change}], PLAIN)
     with pytest.raises(WeightclipError, match="codes"):
-        Encoder.from_json([{"name": "c", "type": "categorical", "codes": [3, 3]}])
+        Encoder.from_json([{"name": "c", "type": "categorical", "codes": [3, 3]}], PLAIN)
+    for shift in ({"center": [1.0]}, {"gain": 0.0}, {"radius": float("nan")}):
+        with pytest.raises(WeightclipError, match="center"):
+            Encoder.from_json(entries, {**PLAIN, **shift})
 
 
 def test_expected_error_is_public_arithmetic():
     assert encoder_error(COLUMNS, 2.0, 1000) == pytest.approx(2.0 * 8 * math.sqrt(2) / 2 / 1000)
     assert lack_of_precision(COLUMNS, 2.0, 1000) > lack_of_precision(COLUMNS, 1.0, 1000) > 0
     assert lack_of_precision(COLUMNS[2:4], 2.0, 1000) == 0  # nothing to find
+
+
+def test_centered_features_have_mean_zero_and_typical_norm_one():
+    fitted = center(fit_private(TABLE, 3.0, 6, Streams.seeded(0), N), TABLE, 3.0, Streams.seeded(0), N)
+    paid = fitted.mechanisms[-1]
+    assert (paid.sigma, paid.q, paid.steps) == (3.0, 1.0, 1) and len(fitted.mechanisms) == 4
+    features = fitted.encoder.transform(VALUES)
+    assert np.abs(features.mean(axis=0)).max() < 0.02
+    assert np.square(features).sum(axis=1).mean() == pytest.approx(1.0, abs=0.1)
+    assert np.linalg.norm(features, axis=1).max() <= fitted.encoder.radius * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("record", [VALUES[0], np.full(5, np.nan), np.full(5, 1e300), np.array([0, 0, 1, 2, 17.0])])
+def test_one_record_moves_the_sums_by_no_more_than_the_noise_assumes(record, monkeypatch):
+    import weightclip._tabular._private as private
+
+    seen = []
+    monkeypatch.setattr(private, "release", lambda total, touched, *_: seen.append((total, touched)) or total)
+    fitted = fit_public(Table(COLUMNS[:1], VALUES[:, :1]), 3)
+    plain = Encoder(COLUMNS[:1] + COLUMNS[2:4], (*fitted.encoder.parts, Pieces((0.0, 1.0)), Codes((0, 1, 2))))
+    for rows in (VALUES[1:40, [0, 2, 3]], np.vstack([VALUES[1:40], record])[:, [0, 2, 3]]):
+        center(Fitted(plain), Table(plain.columns, rows), 1.0, Streams.seeded(0), 40)
+    assert np.linalg.norm(seen[1][0] - seen[0][0]) <= math.sqrt(seen[0][1])
+
+
+def test_sums_of_features_are_exact_and_ignore_what_is_not_finite(monkeypatch):
+    """Order and number of records leave no rounding behind; a range too wide for a float64 gives no NaN."""
+    import weightclip._tabular._private as private
+
+    seen = []
+    monkeypatch.setattr(private, "release", lambda total, *_: seen.append(total) or total)
+    encoder = fit_public(Table(COLUMNS[:1], VALUES[:, :1]), 3).encoder
+    for rows in (VALUES[:, :1], VALUES[::-1, :1], np.vstack([VALUES[:, :1], VALUES[:1, :1]])):
+        center(Fitted(encoder), Table(COLUMNS[:1], rows), 1.0, Streams.seeded(0), N)
+    assert np.array_equal(seen[0], seen[1])
+    term = encoder.transform(VALUES[:1, :1])[0].astype(np.float64)
+    assert np.abs(seen[2] - seen[0] - [*term, np.square(term).sum()]).max() <= 2.0**-31
+    wide = (Column("w", "numeric", -1.7e308, 1.7e308),)
+    with np.errstate(all="ignore"):
+        center(Fitted(Encoder(wide, (Pieces((-1.7e308, 1.7e308)),))), Table(wide, np.full((5, 1), 1.7e308)), 1.0,
+               Streams.seeded(0), 5)  # fmt: skip
+    assert np.isfinite(seen[-1]).all()
+
+
+def test_a_mean_that_is_noise_is_shrunk_away():
+    fitted = center(fit_private(TABLE, 3.0, 6, Streams.seeded(0), N), TABLE, 1e5, Streams.seeded(0), N)
+    assert np.linalg.norm(fitted.encoder.center) < 0.5 * center_error(fitted.encoder.width, 1e5, N)

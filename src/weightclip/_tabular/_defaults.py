@@ -15,7 +15,7 @@ from weightclip._fast_mlp import Settings
 
 def signal(n: int, epsilon: float, outputs: int) -> float:
     """How much can be learnt: records times ε, shared by the classes."""
-    return n * min(epsilon, 8.0) / max(1, outputs - 1)
+    return n * min(epsilon, 2.0) / max(1, outputs - 1)
 
 
 def settings(n: int, epsilon: float, outputs: int, chosen: Mapping[str, Any]) -> Settings:
@@ -37,7 +37,7 @@ def settings(n: int, epsilon: float, outputs: int, chosen: Mapping[str, Any]) ->
         hidden=tuple(hidden),
         batch=batch,
         epochs=chosen.get("epochs", 30),
-        lr=chosen.get("learning_rate", 0.1),
+        lr=chosen.get("learning_rate", 0.06),
         final_lr=0.1,
         averaging=0.95,
         input_radius=1.0,
@@ -45,7 +45,7 @@ def settings(n: int, epsilon: float, outputs: int, chosen: Mapping[str, Any]) ->
         cap=chosen.get("gradient_cap"),
         temperature=chosen.get("temperature", 0.4),
         weight_norm=chosen.get("weight_norm"),
-        joint_cap=chosen.get("joint_cap", 0.15),
+        joint_cap=chosen.get("joint_cap", 0.4),
     )
 
 
@@ -61,6 +61,15 @@ def share(lack: float) -> float:
         lack: `lack_of_precision` if a tenth were spent.
     """
     return min(0.2, max(0.02, 0.1 * lack**2))
+
+
+def center_share(error: float) -> float:
+    """Part of the precision spent on the features' means: as much as brings their error to a fifth of a row's norm.
+
+    Args:
+        error: `center_error` if a fiftieth were spent.
+    """
+    return min(0.05, max(0.01, 0.02 * (error / 0.2) ** 2))
 
 
 def delta(n: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,13 @@ from weightclip._streams import Streams
 from weightclip.accounting import Mechanism
 from weightclip.errors import WeightclipError
 
+from . import _private as private
 from ._columns import BUCKETS, Column
 from ._private import THRESHOLD, Forest, frequent_buckets, mixed_grid, ranges
 from ._table import BLOCK, Table
 
+_RADIUS = 1.5  # of centered features, in units of their typical norm
+_ONE = 2.0**30  # sums of features are kept in whole units of 1/_ONE
 _LEVELS, _FEW_LEVELS = 8, 5  # trees that find quantiles have 2^8 leaves, or 2^5 where the noise is large
 
 
@@ -72,15 +75,19 @@ class Codes:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A fitted encoder: one part for each column.
+    """A fitted encoder: one part for each column, then a shift and a gain for all features together.
 
     Formal guarantees:
-        Each row of `transform` depends on its own record and on the parts alone, and has l2 norm at most 1 (up to
-        √2 with features for missing values, never used by the trainer without its projection on the unit ball).
+        Each row of `transform` depends on its own record and on public values alone (parts, center, gain), and has l2
+        norm at most `radius`. Without a center that needs no projection: each part contributes at most 1/columns to the
+        squared norm.
     """
 
     columns: tuple[Column, ...]
     parts: tuple[Pieces | Codes, ...]
+    center: tuple[float, ...] = ()
+    gain: float = 1.0
+    radius: float = 1.0
 
     @property
     def width(self) -> int:
@@ -96,8 +103,18 @@ class Encoder:
             for j, part in enumerate(self.parts):
                 part.write(rows[:, j], out[start : start + BLOCK, place : place + part.width])
                 place += part.width
-            out[start : start + BLOCK] *= scale
+            features = out[start : start + BLOCK]
+            features *= scale
+            if self.center:
+                features -= np.array(self.center, dtype=np.float32)
+                features *= np.float32(self.gain)
+                norm = np.linalg.norm(features, axis=1, keepdims=True)
+                features *= np.float32(self.radius) / np.maximum(norm, np.float32(self.radius))
         return out
+
+    def shift_json(self) -> dict[str, Any]:
+        """What `to_json` leaves out: center, gain and radius."""
+        return {"center": list(self.center), "gain": self.gain, "radius": self.radius}
 
     def to_json(self) -> list[dict[str, Any]]:
         """A JSON-ready list, one entry for each column."""
@@ -112,8 +129,8 @@ class Encoder:
         return entries
 
     @classmethod
-    def from_json(cls, entries: Sequence[Mapping[str, Any]]) -> Encoder:
-        """The inverse of `to_json`; refuses anything that is not a plain encoder."""
+    def from_json(cls, entries: Sequence[Mapping[str, Any]], shift: Mapping[str, Any]) -> Encoder:
+        """The inverse of `to_json` and `shift_json`; refuses anything that is not a plain encoder."""
         columns, parts = [], []
         for entry in entries:
             extra = {"edges", "missing", "codes"}
@@ -130,7 +147,13 @@ class Encoder:
                         f"pipeline: codes of column {columns[-1].name!r} must be distinct and sorted."
                     )
                 parts.append(Codes(codes))
-        return cls(tuple(columns), tuple(parts))
+        center, gain, radius = tuple(map(float, shift["center"])), float(shift["gain"]), float(shift["radius"])
+        encoder = cls(tuple(columns), tuple(parts), center, gain, radius)
+        if center and len(center) != encoder.width:
+            raise WeightclipError(f"pipeline: {len(center)} centers for {encoder.width} features.")
+        if not all(map(math.isfinite, (*center, gain, radius))) or gain <= 0 or radius <= 0:
+            raise WeightclipError("pipeline: center, gain and radius must be finite, the last two positive.")
+        return encoder
 
 
 @dataclass(frozen=True)
@@ -205,6 +228,47 @@ def fit_private(table: Table, sigma: float, pieces: int, streams: Streams, n: in
     return Fitted(Encoder(columns, tuple(parts)), tuple(mechanisms), tuple(statements))
 
 
+def center(fitted: Fitted, table: Table, sigma: float, streams: Streams, n: int) -> Fitted:
+    """Move the features' mean to zero and their typical norm to one, by private sums of the features.
+
+    What is common to all records says nothing about any, and wastes the norm that a gradient may have.
+
+    Formal guarantees:
+        Releases the sum over records of (features, squared norm), which one record moves by at most √2 in l2 norm
+        because its features have norm at most 1: one Gaussian mechanism with multiplier `sigma` (0 is not private).
+        Terms are whole multiples of 2^-30 and sums of them are exact, so a record moves the stored sum by its own term
+        and nothing else; the multiplier covers the rounding of that term. A record with a feature that is not finite
+        counts zero.
+    """
+    encoder = fitted.encoder
+    total = np.zeros(encoder.width + 1, dtype=np.int64)
+    for start in range(0, len(table), BLOCK):
+        features = encoder.transform(np.asarray(table.values[start : start + BLOCK])).astype(np.float64)
+        features[~np.isfinite(features).all(axis=1)] = 0.0
+        total[:-1] += np.rint(features * _ONE).astype(np.int64).sum(axis=0)
+        total[-1] += np.rint(np.square(features).sum(axis=1) * _ONE).astype(np.int64).sum()
+    noisy = private.release(total / _ONE, 2 * (1 + 1e-5), sigma, streams, "table/means") / n
+    mean, square = noisy[:-1], float(noisy[-1])
+    noise = 2 * (sigma / n) ** 2 * encoder.width  # of the squared norm of the mean
+    length = float(np.square(mean).sum())
+    mean = mean * max(0.0, 1 - noise / max(length, 1e-12))  # James and Stein: shrink what is mostly noise
+    spread = min(1.0, max(square - float(np.square(mean).sum()), 0.05))
+    shift, gain = tuple(mean.astype(np.float32).tolist()), float(np.float32(1 / math.sqrt(spread)))
+    shifted = replace(encoder, center=shift, gain=gain, radius=_RADIUS)
+    if sigma == 0:
+        return replace(fitted, encoder=shifted)
+    paid = Mechanism("gaussian", sigma, 1.0, 1, label=f"means of {encoder.width} features")
+    return replace(
+        fitted, encoder=shifted, mechanisms=(*fitted.mechanisms, paid),
+        statements=(*fitted.statements, f"means of {encoder.width} features were estimated privately and are paid for"),
+    )  # fmt: skip
+
+
+def center_error(width: int, sigma: float, n: int) -> float:
+    """Expected norm of the error of the private mean, from public values; the features have norm about 1."""
+    return sigma * math.sqrt(2 * width) / n
+
+
 def fit_public(table: Table, pieces: int) -> Fitted:
     """Fit an encoder from public ranges and categories alone; reads no record.
 
@@ -230,7 +294,7 @@ def fit_public(table: Table, pieces: int) -> Fitted:
 def fit_unprotected(table: Table, pieces: int) -> Fitted:
     """Fit an encoder on the raw rows without any protection: what it learns is not covered by epsilon."""
     fitted = fit_private(table, 0.0, pieces, Streams.secure(), len(table))
-    return Fitted(fitted.encoder, uncovered=("feature ranges, quantiles and categories were read from private rows",))
+    return Fitted(fitted.encoder, uncovered=("feature statistics were read from private rows",))
 
 
 def encoder_error(columns: Sequence[Column], sigma: float, n: int) -> float:

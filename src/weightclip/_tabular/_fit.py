@@ -17,7 +17,17 @@ from weightclip.errors import WeightclipError
 
 from . import _defaults
 from ._columns import Column
-from ._encoder import Encoder, Fitted, Pieces, fit_private, fit_public, fit_unprotected, lack_of_precision
+from ._encoder import (
+    Encoder,
+    Fitted,
+    Pieces,
+    center,
+    center_error,
+    fit_private,
+    fit_public,
+    fit_unprotected,
+    lack_of_precision,
+)
 from ._model import Model, fold
 from ._report import privacy_report, settings_json
 from ._table import Table
@@ -31,7 +41,8 @@ class PrivateScaling:
     """Feature statistics estimated within the budget: quantiles, ranges where none is public, frequent categories.
 
     Attributes:
-        share: Part of the run's precision 1/σ² that is spent on them; None: by the expected error.
+        share: Part of the run's precision 1/σ² that is spent on them; None: by the expected error. The features' means
+            take at most a twentieth more.
         pieces: Intervals of a numeric column; None: six.
     """
 
@@ -114,7 +125,7 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
         and types, the classes and the plan.
     """
     n = plan.records or len(table)
-    fitted = _preprocess(table, plan, n)
+    fitted = _center(_preprocess(table, plan, n), table, plan, n)
     objective = Logistic() if len(classes) == 2 else Softmax(len(classes))
     run = _train(table, fitted, codes, objective, plan, n)
     model = Model(fitted.encoder, fold(run.weights, run.settings.temperature), "classification", classes, target=target)
@@ -135,6 +146,7 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
         fitted = replace(fitted, encoder=Encoder(table.columns, fitted.encoder.parts[:-1]))
     else:
         fitted = _preprocess(table, plan, n)
+    fitted = _center(fitted, table, plan, n)
     low, high = span
     half = max((high - low) / 2, 1e-12 * max(1.0, abs(low), abs(high)))
     # A record whose target is not finite takes part with zero gradient; the others are cut to the range.
@@ -163,13 +175,28 @@ def _preprocess(table: Table, plan: Plan, n: int) -> Fitted:
     return fit_private(table, 1 / (mu * math.sqrt(share)), pieces, plan.streams, n)
 
 
+def _center(fitted: Fitted, table: Table, plan: Plan, n: int) -> Fitted:
+    """Center the features where that is paid for or free, and where the noise leaves something of the mean."""
+    if isinstance(plan.preprocessing, NonPrivateScaling):
+        return center(fitted, table, 0.0, plan.streams, n)
+    if isinstance(plan.preprocessing, PublicScaling):
+        return fitted
+    mu, width = gdp_mu(plan.epsilon, plan.delta), fitted.encoder.width
+    left = 1 - (plan.preprocessing.share or 0.2)  # no share that is not asked for exceeds 0.2
+    share = min(left / 2, _defaults.center_share(center_error(width, 1 / (mu * math.sqrt(0.02)), n)))
+    sigma = 1 / (mu * math.sqrt(share))
+    return fitted if center_error(width, sigma, n) > 1 else center(fitted, table, sigma, plan.streams, n)
+
+
 def _train(table: Table, fitted: Fitted, labels: np.ndarray, objective: Objective, plan: Plan, n: int) -> Run:
     encoder = fitted.encoder
     chosen = dict(plan.chosen)
     if isinstance(objective, (Huber, Absolute)):
         chosen["temperature"] = 1.0
         chosen["gradient_cap"] = chosen.get("gradient_cap", 0.3) if isinstance(objective, Huber) else None
-    settings = _defaults.settings(n, plan.epsilon, objective.outputs, chosen)
+    settings = replace(
+        _defaults.settings(n, plan.epsilon, objective.outputs, chosen), input_radius=encoder.radius * (1 + 1e-6)
+    )
     features: Any = _Lazy(table, encoder)
     if len(table) * encoder.width * 4 <= _IN_MEMORY:
         features = encoder.transform(table.values)

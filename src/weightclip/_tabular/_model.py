@@ -90,7 +90,8 @@ class Model:
     def pipeline(self) -> dict[str, Any]:
         """A JSON-ready description of all but the weights."""
         return {
-            "task": self.task, "target": self.target, "columns": self.encoder.to_json(), "hidden": list(self.hidden),
+            "task": self.task, "target": self.target, "columns": self.encoder.to_json(),
+            "shift": self.encoder.shift_json(), "hidden": list(self.hidden),
             "outputs": self.outputs, "classes": [_plain(c) for c in self.classes],
             "target_range": list(self.target_range),
         }  # fmt: skip
@@ -99,7 +100,7 @@ class Model:
     def load(cls, tensors: dict[str, np.ndarray], pipeline: dict[str, Any]) -> Model:
         """Rebuild a model from its weights and its description, checking that they belong together."""
         try:
-            encoder = Encoder.from_json(pipeline["columns"])
+            encoder = Encoder.from_json(pipeline["columns"], pipeline["shift"])
             sizes = [encoder.width, *map(int, pipeline["hidden"]), int(pipeline["outputs"])]
             weights = []
             for k, (before, after) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):

@@ -68,6 +68,12 @@ def to_onnx(model: Model, path: str | Path | None = None) -> Any:
             features.append(node("Mul", hit, constant(np.array(scale))))
     h = node("Concat", *features, axis=1)
     h = node("Cast", h, to=TensorProto.FLOAT)
+    if encoder.center:
+        h = node("Sub", h, constant(np.array(encoder.center, np.float32)))
+        h = node("Mul", h, constant(np.array(encoder.gain, np.float32)))
+        radius = constant(np.array(encoder.radius, np.float32))
+        norm = node("ReduceL2", h, axes=[1], keepdims=1)
+        h = node("Mul", h, node("Div", radius, node("Max", norm, radius)))
     for k, (w, b) in enumerate(model.weights):
         h = node("Relu", h) if k else h
         h = node("Add", node("MatMul", h, constant(np.ascontiguousarray(w.T))), constant(b))

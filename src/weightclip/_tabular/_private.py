@@ -24,12 +24,12 @@ _DECADES = (-6.0, 12.0)  # magnitudes that are told apart when nothing is known 
 _SIDE = 37  # boundaries on each side of zero: two to a decade
 
 
-def release(counts: np.ndarray, touched: int, sigma: float, streams: Streams, label: str) -> np.ndarray:
-    """Counts with Gaussian noise: the only door through which statistics of records leave.
+def release(counts: np.ndarray, touched: float, sigma: float, streams: Streams, label: str) -> np.ndarray:
+    """Sums over records with Gaussian noise: the only door through which statistics of records leave.
 
     Formal guarantees:
-        If one record changes at most `touched` of the counts, each by one, the counts move by at most √touched in l2
-        norm, and the release is a Gaussian mechanism with multiplier `sigma` under adding or removing one record.
+        If one record moves the sums by at most √touched in l2 norm (as when it changes `touched` counts, each by one),
+        the release is a Gaussian mechanism with multiplier `sigma` under adding or removing one record.
     """
     return counts + sigma * math.sqrt(touched) * streams.numpy(label).standard_normal(counts.shape)
 
