@@ -61,12 +61,13 @@ def audit(
 
 def _show(report: Report, console: Console) -> None:
     """Three short tables: trainers, claims, the printed algorithm."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from weightclip.audit import EXACT, gdp_estimate_of
 
     def table(title: str, *columns: str) -> Table:
-        new = Table(title=title, title_justify="left", title_style="bold")
+        new = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
         for i, name in enumerate(columns):
             new.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
         return new
@@ -76,7 +77,7 @@ def _show(report: Report, console: Console) -> None:
         if c.audit in EXACT:
             trainers.setdefault(c.subject, {})[c.audit] = c
     title = "Exact: largest effect of one record; 1 is allowed"
-    exact = table(title, "trainer", "falsifier", "trained", "one step", "run", "draws", "K-norm")
+    exact = table(title, "trainer", "search", "trained", "step", "run", "draws", "K-norm")
     for name, found in trainers.items():
         exact.add_row(name, *(_cell(found.get(audit)) for audit in EXACT))
     console.print(exact)
@@ -99,7 +100,7 @@ def _show(report: Report, console: Console) -> None:
 def _cell(check: Check | None) -> str:
     if check is None:
         return ""
-    return f"{check.measured:.4f}" + (" [red]violation[/red]" if check.violation else "")
+    return f"{check.measured:.3f}" + (" [red]violation[/red]" if check.violation else "")
 
 
 def _verdict(check: Check) -> str:
