@@ -38,7 +38,8 @@ class Bounds:
         clip: How weights are brought to norm C.
         refresh: Recompute certified norms every that many steps; in between the Frobenius drift bound is added.
         spectral: Use the DFT bound of convolutions too (tighter, slower) where it applies.
-        caps: How capped convolutions measure a record's gradient; by default the cheapest exact way.
+        caps: How capped convolutions measure a record's gradient; by default the cheapest exact way. A mapping {module
+            name: way} chooses for each layer cap; convolutions it does not name take the free bound.
         product: Type and chunking of weight-gradient products (SOUNDNESS section 6).
 
     Formal guarantees:
@@ -57,7 +58,7 @@ class Bounds:
     clip: Strategy = field(default_factory=Rescale)
     refresh: int = 1
     spectral: bool = True
-    caps: CapNorm = CapNorm.CHEAPEST
+    caps: CapNorm | Mapping[str, CapNorm] = CapNorm.CHEAPEST
     product: Product = field(default_factory=Product)
 
     def __post_init__(self) -> None:
@@ -74,6 +75,10 @@ class Bounds:
             raise WeightclipError(f"Bounds.p must be 1, 2 or inf, got {self.p!r}.")
         if self.joint_cap is not None and not isinstance(self.joint_cap, Mapping) and self.layer_cap is not None:
             raise WeightclipError("Bounds.joint_cap already caps every layer: leave layer_cap out.")
+        if isinstance(self.caps, Mapping):
+            object.__setattr__(self, "caps", {path: CapNorm(kind) for path, kind in self.caps.items()})
+            if self.joint_cap is not None:
+                raise WeightclipError("Bounds.caps by layer goes with layer_cap: give one way for the joint cap.")
         if not isinstance(self.refresh, int) or self.refresh < 1:
             raise WeightclipError(f"Bounds.refresh must be a whole number of steps >= 1, got {self.refresh!r}.")
 
@@ -84,10 +89,14 @@ class Bounds:
             return value.get(path, 1.0 if name == "bias_scale" else None)
         return value
 
+    def caps_of(self, path: str) -> CapNorm:
+        """How the layer called ``path`` measures its gradients under a cap."""
+        return self.caps.get(path, CapNorm.FREE) if isinstance(self.caps, Mapping) else self.caps
+
     def check_names(self, model: nn.Module) -> None:
         """Refuse names that no module of the model has, and names of modules where the bound would mean nothing."""
         known = dict(model.named_modules())
-        for name in _PER_LAYER:
+        for name in (*_PER_LAYER, "caps"):
             value = getattr(self, name)
             for path in value if isinstance(value, Mapping) else ():
                 if path not in known:

@@ -18,6 +18,7 @@ from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import InputProjection, OutputGate, ShapeGuard
 from weightclip._knorm import Entrywise, KNorm, calibrate_epsilon0
 from weightclip._loop import TrainingLoop
+from weightclip._record import Recorder
 from weightclip._release import Release, largest_batch, sum_slack
 from weightclip._streams import Streams
 from weightclip._validate import (
@@ -144,7 +145,8 @@ class PrivacyEngine(TrainingLoop):
         output_shape = self.plan.graph.nodes[self.plan.graph.output].op.out_shape
         check_labels(data_loader.dataset, output_shape, loss)
         check_records(module, self._example)
-        self._gains = Gains(self.plan, self.bounds)
+        self._recorder, self._constants = Recorder(self.device), {}
+        self._gains = Gains(self.plan, self.bounds, self._recorder)
         self._clip = WeightClipper(module, self.bounds, list(self.plan.layers), self._gains)
         self.b_max = largest_batch(self.expected_batch_size, self.loader.sample_rate, len(data_loader.dataset))  # type: ignore[arg-type]
         self.products = {path: self._product(module, path) for path in self.plan.layers}
@@ -158,7 +160,7 @@ class PrivacyEngine(TrainingLoop):
         )  # fmt: skip
         self._release.scales(self._release.sensitivities(self._evaluate()))  # refuses before anything is changed
         self._clip()
-        self._sensitivities = self._release.sensitivities(self._evaluate())
+        self._sensitivities, self._factors = self._release.sensitivities(self._evaluate()), None
         self.model, self.optimizer, self.criterion = module, optimizer, PrivateCriterion(criterion, loss, self)
         self._install()
         self._watch = Watch(module, limits_move=self._quantiles is not None)
@@ -206,13 +208,14 @@ class PrivacyEngine(TrainingLoop):
         places = {id(block.parameter): i for i, block in enumerate(blocks)}
         thresholds = {self.model.get_submodule(p): of("joint_cap", p) or 0.0 for p in self.plan.layers}
         self._joint = JointCap(
-            thresholds, lambda p, g: self._release.add(places[id(p)], g) if self._collecting else None, self.bounds.caps
-        )
+            thresholds, lambda p, g: self._release.add(places[id(p)], g) if self._collecting else None,
+            self.bounds.caps_of(""),
+        )  # fmt: skip
         for path in self.plan.layers:
             make_layer_private(
                 self.model.get_submodule(path), radius=of("layer_radius", path), cotangent=of("cotangent_radius", path),
                 cap=of("layer_cap", path), beta=of("bias_scale", path) or 1.0, product=self.products[path],
-                caps=self.bounds.caps, joint=None if of("joint_cap", path) is None else self._joint,
+                caps=self.bounds.caps_of(path), joint=None if of("joint_cap", path) is None else self._joint,
             )  # fmt: skip
         if self.bounds.adaptive is not None:
             self._adapt(self.bounds.adaptive)
