@@ -329,7 +329,7 @@ def test_non_private_scaling_is_loud(table, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", [["train"], ["predict"], ["certify"], ["data", "list"], ["data", "show"], ["data", "fetch"]]
+    "command", [["train"], ["predict"], ["certify"], ["data"], ["data", "list"], ["data", "show"], ["data", "fetch"]]
 )
 def test_help_has_an_example(command, capsys):
     assert "Example: weightclip" in run(*command, "--help", capsys=capsys).out

@@ -9,7 +9,12 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Data sets: list them, describe one, fetch images.", no_args_is_help=True)
+_HELP = """Data sets: list them, describe one, fetch images.
+
+Example: weightclip data show adult --schema
+"""
+
+app = typer.Typer(help=_HELP, no_args_is_help=True)
 
 
 @app.command("list")
