@@ -63,18 +63,23 @@ def test_slack_grows_with_uses_and_float32_products_but_not_with_pieces() -> Non
 
 def test_pieces_are_summed_in_float64_and_noise_does_not_change_with_them() -> None:
     run = private(mlp(), table(64), sigma=1.0, max_physical_batch_size=1)
-    assert run.engine._release.flat.dtype == torch.float64 and run.engine._release.noise.dtype == torch.float32
-    assert private(mlp(), table(64), sigma=1.0).engine._release.flat.dtype == torch.float32
+    release = run.engine._release
+    assert (release.sum_dtype, release.noise_dtype) == (torch.float64, torch.float32)
+    release.add(0, torch.ones_like(release.blocks[0].parameter))
+    release.add(0, torch.full_like(release.blocks[0].parameter, 1e-9))
+    assert release.sums[0] is not None and release.sums[0].double().sub(1).max() > 0  # float32 would have dropped it
+    assert private(mlp(), table(64), sigma=1.0).engine._release.sum_dtype == torch.float32
 
 
 def test_a_release_without_any_gradient_is_pure_noise_or_zero() -> None:
     for sigma in (0.0, 1.0):
         run = private(mlp(), table(8), sigma=sigma)
         engine = run.engine
-        engine._release.add(0, torch.ones_like(engine._release.sums[0]))
+        kept = torch.ones_like(engine._release.blocks[0].parameter)
+        engine._release.add(0, kept)
         engine._release.clear()  # forgotten sums do not come back
         engine._release.release(engine._sensitivities, engine.streams, 0)
         grads = run.grads()
         assert all(bool(g.any()) == (sigma > 0) for g in grads.values())
         storage = {g.untyped_storage().data_ptr() for g in (p.grad for p in run.model.parameters()) if g is not None}
-        assert engine._release.flat.untyped_storage().data_ptr() not in storage
+        assert kept.untyped_storage().data_ptr() not in storage and bool((kept == 1).all())

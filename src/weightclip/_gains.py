@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from weightclip._bank import NormBank
+from weightclip._record import Recorder
 from weightclip.bounds import Numerics, Scalar, kernel_overlap, layer_rule
 from weightclip.bounds._layer_norms import effective_weight, is_layer, norm_function
 from weightclip.certificate import Plan
@@ -27,13 +28,15 @@ class Gains:
         at some earlier step s plus sqrt(m) ||theta_t - theta_s||_F (m the kernel overlap, 1 for dense layers).
     """
 
-    def __init__(self, plan: Plan, bounds: Bounds) -> None:
+    def __init__(self, plan: Plan, bounds: Bounds, recorder: Recorder | None = None) -> None:
         self.plan, self.refresh = plan, bounds.refresh
+        self.recorder = recorder or Recorder(torch.device("cpu"))
         self._since: int | None = None  # the step of the last snapshot
         # without the DFT bound all norms are of one kind and can be taken together
         together = not bounds.spectral and bounds.p == 2 and self.refresh == 1
         self.bank = NormBank(_plain_layers(plan)) if together else None
         self._clipped: _Clipped | None = None
+        self._kept: Tensor | None = None
         self._numerics: Numerics | None = None
         self._gain: dict[str, Tensor] = {}
         self._then: dict[str, Tensor] = {}
@@ -75,6 +78,20 @@ class Gains:
     def clip(self, limits: dict[str, float]) -> None:
         """ClipWeights by rescaling (the paper's), on the norms of the bank, which then serve the next evaluation."""
         assert self.bank is not None
+        places = tuple(cast(Tensor, module.weight).data_ptr() for module in self.bank.layers.values())
+        found = self.recorder(("clip", places), lambda: self._rescale(limits))
+        if self._kept is None:  # a place of its own: what is recorded reads it there
+            self._kept = torch.empty_like(found)
+        self._kept.copy_(found)
+        norms = dict(zip(self.bank.layers, self._kept[0].unbind(), strict=True))
+        weights = [cast(Tensor, self.bank.layers[path].weight) for path in limits]
+        if self.recorder.on and weights:
+            torch.autograd.graph.increment_version(weights)  # a replay does not count as a write
+        self._clipped = _Clipped(norms, _versions(self.bank), self._kept[1])
+
+    def _rescale(self, limits: dict[str, float]) -> Tensor:
+        """Rescale the weights; bounds of their norms, and Frobenius norms, after that: 2 x layers, float64."""
+        assert self.bank is not None
         norms = self.bank.norms()
         weights, scales = [], []
         for path, limit in limits.items():
@@ -91,7 +108,13 @@ class Gains:
         else:
             for weight, scale in zip(weights, scales, strict=True):
                 weight.mul_(scale.to(weight.dtype))
-        self._clipped = _Clipped(norms, _versions(self.bank), _frobenius(self.bank))
+        return torch.stack([torch.stack(list(norms.values())), _frobenius(self.bank).double()])
+
+    @property
+    def clipped(self) -> bool:
+        """Whether the next evaluation may start from the norms that clipping has found."""
+        kept = self._clipped
+        return kept is not None and self.bank is not None and kept.versions == _versions(self.bank)
 
     def reset(self) -> None:
         """Weights were replaced from outside: evaluate afresh next time."""
@@ -139,12 +162,12 @@ class _Clipped:
         """The norms; None when weights changed. Writes through ``.data`` bump no version, but they move ||W||_F."""
         if self.versions != _versions(bank):
             return None
-        now = _frobenius(bank)
+        now = _frobenius(bank).double()
         changed = now != self.frobenius
         if now.device.type == "cpu":
             return None if bool(changed.any()) else self.norms
         # nothing waits for the device: where a weight moved, its Frobenius norm is a bound as well
-        free = {path: now[i].double() * (1.01 * bank.factors[path]) for i, path in enumerate(bank.layers)}
+        free = {path: now[i] * (1.01 * bank.factors[path]) for i, path in enumerate(bank.layers)}
         return {path: torch.where(changed[i], free[path], self.norms[path]) for i, path in enumerate(bank.layers)}
 
 

@@ -13,6 +13,7 @@ from weightclip._criterion import PrivateCriterion
 from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import OutputGate, Passage
 from weightclip._knorm import Entrywise
+from weightclip._record import Recorder
 from weightclip._release import Release
 from weightclip._streams import Streams
 from weightclip._validate import refuse_closure
@@ -61,6 +62,9 @@ class TrainingLoop:
     _versions: list[int]
     _settings: tuple[Any, ...]
     _sensitivities: Tensor
+    _factors: Tensor | None  # of the noise, where they were computed with the sensitivities
+    _recorder: Recorder
+    _constants: dict[Any, tuple[Tensor, Tensor]]  # sensitivities that do not depend on weights
     _autocast: torch.dtype | None
     _info: BatchInfo | None
     _collecting: bool = False
@@ -145,14 +149,17 @@ class TrainingLoop:
             self._loss_bounds[shape] = self.criterion.loss.bound(shape, self.bounds.p)
         self.plan.loss_bound, self.plan.loss_shape = self._loss_bounds[shape], shape
         self._versions = self._watch.versions()
+        often = self.device.type == "cpu" or self.steps % 64 == 0  # on a device this waits for it
+        if not often and self._quantiles is None and self._entrywise is None:
+            self._sensitivities, self._factors = self._recorded()
+            return
         try:
             evaluations = self._evaluate()
-            self._sensitivities = self._release.sensitivities(evaluations)
+            self._sensitivities, self._factors = self._release.sensitivities(evaluations), None
         except CertificationError:  # an infinite weight looks like a layer without a bound
             if bool(torch.isfinite(self._release.total()).all()):
                 raise
             raise ContractError(_NOT_FINITE) from None
-        often = self.device.type == "cpu" or self.steps % 64 == 0  # on a device this waits for it
         finite = torch.isfinite(self._sensitivities).all()
         if often and not self.plan.needs_gains:  # the bounds do not look at the weights then
             finite = finite & torch.isfinite(self._release.total()).all()
@@ -160,6 +167,29 @@ class TrainingLoop:
         huge = often and any(_OVERFLOW < float(e.x) < math.inf for e in evaluations.values())
         if often and (huge or not bool(finite)):
             raise ContractError(_NOT_FINITE)
+
+    def _recorded(self) -> tuple[Tensor, Tensor]:
+        """Sensitivities and factors of the noise on a device: recorded, and replayed while nothing but values changes.
+
+        The key holds what the evaluation reads besides the values of weights and buffers: the graph of the present
+        mode, how passes round, the loss's bound, where tensors lie, and whether clipping has left norms to start from.
+        """
+        numerics, plan = numerics_for(self.device, self._autocast), self.plan
+        constant = (id(plan), numerics, plan.loss_bound, plan.loss_shape)
+        if constant in self._constants:
+            return self._constants[constant]
+
+        def work() -> tuple[Tensor, Tensor]:
+            sensitivities = self._release.sensitivities(self._evaluate())
+            with torch.no_grad():
+                return sensitivities, self._release.factors(sensitivities)
+
+        if self._gains.refresh > 1:  # takes snapshots on its way
+            return work()
+        found = self._recorder(("bounds", *constant, self._gains.clipped, self._watch.addresses()), work)
+        if found[0].device.type == "cpu":  # plain numbers: no weight was looked at
+            self._constants[constant] = found
+        return found
 
     def _use_mode(self, modes: tuple[bool, ...]) -> None:
         """train() and eval() are different functions: each has a graph of its own."""
@@ -234,7 +264,7 @@ class TrainingLoop:
         # charge first: an interruption after this line may waste budget but never hides a release
         step, self.steps = self.steps, self.steps + 1
         self._reset_batch()
-        self._release.release(self._sensitivities, self.streams, step)
+        self._release.release(self._sensitivities, self.streams, step, self._factors)
         if self._quantiles is not None:
             self._quantiles.release(self.streams, step)
 

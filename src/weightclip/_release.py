@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from weightclip._streams import NOISE, Streams
 from weightclip.bounds import layer_rule
 from weightclip.certificate import Evaluation, Plan
 from weightclip.factors import Product
-from weightclip.mechanisms import Allocation, floored, joint_multiplier, round_release_
+from weightclip.mechanisms import Allocation, constant, floored, joint_multiplier, round_release_
 
 _U = 2.0**-24
 _UP = 1.0 + 2.0**-22  # keeps a scale above its float64 value after it is rounded to float32
@@ -31,7 +32,7 @@ class Block:
 
 
 class Release:
-    """Holds the flat float32 sum of one step and turns it into the released gradient.
+    """Holds the sums of one step and turns them into the released gradient.
 
     Formal guarantees:
         With sensitivities Delta_k (rounding slack included) and scales s_k from the allocation,
@@ -60,18 +61,17 @@ class Release:
                     beta = (plan.bounds.of("bias_scale", path) or 1.0) if name == "bias" else 1.0
                     back = getattr(module, "pull_back", None) if name == "weight" else None
                     self.blocks.append(Block(parameter, k, beta, back))
-        first = self.blocks[0].parameter
         wide = any(b.parameter.dtype == torch.float64 for b in self.blocks)
-        size = sum(b.parameter.numel() for b in self.blocks)
+        self.sizes = [b.parameter.numel() for b in self.blocks]
+        self.device = self.blocks[0].parameter.device
         # pieces of a draw are added in float64: hundreds of float32 additions would cost slack (SOUNDNESS section 6)
-        self.flat = torch.zeros(size, dtype=torch.float64 if wide or in_pieces else torch.float32, device=first.device)
-        self.noise = torch.empty(size, dtype=torch.float64 if wide else torch.float32, device=first.device)
-        self.sums = self._views(self.flat)
-        self.draws = self._views(self.noise)
-        self.filled = [False] * len(self.blocks)
+        self.sum_dtype = torch.float64 if wide or in_pieces else torch.float32
+        self.noise_dtype = torch.float64 if wide else torch.float32
+        self.sums: list[Tensor | None] = [None] * len(self.blocks)
+        self._slack = torch.tensor(self.slack, dtype=torch.float64)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        pieces = flat.split([b.parameter.numel() for b in self.blocks])
+        pieces = flat.split(self.sizes)
         return [v.view(b.parameter.shape) for v, b in zip(pieces, self.blocks, strict=True)]
 
     def total(self) -> Tensor:
@@ -81,15 +81,12 @@ class Release:
 
     def clear(self) -> None:
         """Forget the sum of an abandoned or released step."""
-        self.filled = [False] * len(self.blocks)
+        self.sums = [None] * len(self.blocks)
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Add a gradient to the sum."""
-        if self.filled[index]:
-            self.sums[index].add_(gradient)
-        else:
-            self.sums[index].copy_(gradient)
-            self.filled[index] = True
+        """Add a gradient to the sum; the tensor is kept, and never written to."""
+        gradient, before = gradient.detach().to(self.sum_dtype), self.sums[index]
+        self.sums[index] = gradient if before is None else before + gradient
 
     def sensitivities(self, evaluations: dict[str, Evaluation]) -> Tensor:
         """Delta_k of every layer, slack and floor included: float64, on the CPU where all are plain numbers."""
@@ -97,12 +94,18 @@ class Release:
         device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
         if device.type == "cpu":
             return self.enlarged(torch.tensor([float(v) for v in values], dtype=torch.float64))
-        parts = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
+        # a number becomes a tensor by a kernel, not by a copy from the host, which would wait
+        parts = [
+            v.double() if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device)
+            for v in values
+        ]
         return self.enlarged(torch.stack(parts))
 
     def enlarged(self, bounds: Tensor) -> Tensor:
         """Certified bounds with the rounding slack of the sum, and the floor that a layer with Delta_k = 0 gets."""
-        return floored(bounds * torch.tensor(self.slack, dtype=torch.float64, device=bounds.device))
+        if self._slack.device != bounds.device:
+            self._slack = self._slack.to(bounds.device)
+        return floored(bounds * self._slack)
 
     def _grouped(self, sensitivities: Tensor) -> tuple[Tensor, list[int], Tensor | None, list[int]]:
         """Sensitivities of groups that are bounded on their own; layers under the joint cap are one group.
@@ -114,7 +117,7 @@ class Release:
         alone = [k for k, t in enumerate(self.joint) if t is None]
         if not capped:
             return sensitivities, self.dims, None, alone
-        thresholds = torch.tensor([t or 1.0 for t in self.joint], dtype=torch.float64, device=sensitivities.device)
+        thresholds = constant(tuple(t or 1.0 for t in self.joint), sensitivities.device)
         ratio = (sensitivities / thresholds)[capped].max()  # 1 and the rounding slack
         dims = [sum(self.dims[k] for k in capped), *(self.dims[k] for k in alone)]
         return torch.cat([ratio.reshape(1), sensitivities[alone]]), dims, thresholds, alone
@@ -136,43 +139,50 @@ class Release:
         grouped, dims, _, _ = self._grouped(sensitivities)
         return float(joint_multiplier(grouped, self.allocation.scales(grouped, dims, self.sigma)))
 
+    def factors(self, sensitivities: Tensor) -> Tensor:
+        """What multiplies a standard normal of each parameter: views s_k, divided by beta on a bias."""
+        betas = constant(tuple(b.beta for b in self.blocks), sensitivities.device)
+        layers = constant(tuple(b.layer for b in self.blocks), sensitivities.device).long()
+        return self.scales(sensitivities)[layers] * (_UP * self.views) / betas
+
     @torch.no_grad()
-    def release(self, sensitivities: Tensor, streams: Streams, step: int) -> None:
+    def release(self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None) -> None:
         """Set every ``parameter.grad`` to (G + s_k N(0, I))/b; parameters without a gradient get pure noise.
 
-        The gradients are new tensors: one that is kept by the caller never shows a later sum.
+        The gradients are new tensors: one that is kept by the caller never shows a later sum. ``factors`` are those of
+        :meth:`factors` for the same sensitivities, if they are at hand.
         """
-        for view, filled in zip(self.sums, self.filled, strict=True):
-            if not filled:
-                view.zero_()
+        released = torch.empty(sum(self.sizes), dtype=self.noise_dtype, device=self.device)
+        views = self._views(released)
         if self.sigma > 0:
-            self._draw(sensitivities, streams, step)
-            released = self.flat + self.noise
+            self._draw(released, views, sensitivities, streams, step, factors)
         else:
-            released = self.flat.clone()
+            released.zero_()
+        pairs = [(view, total) for view, total in zip(views, self.sums, strict=True) if total is not None]
+        if pairs:
+            torch._foreach_add_([v for v, _ in pairs], [t for _, t in pairs])  # pyright: ignore[reportPrivateImportUsage]
+        self.clear()
         released.div_(self.batch * self.views)
         if self.grid is not None:
             round_release_(released, self.grid)
-        for view, block in zip(self._views(released), self.blocks, strict=True):
+        for view, block in zip(views, self.blocks, strict=True):
             gradient = view if block.pull_back is None else block.pull_back(view)
             block.parameter.grad = gradient.to(block.parameter.dtype)
-        self.clear()
 
-    def _draw(self, sensitivities: Tensor, streams: Streams, step: int) -> None:
+    def _draw(
+        self, noise: Tensor, views: list[Tensor], sensitivities: Tensor, streams: Streams, step: int,
+        factors: Tensor | None,
+    ) -> None:  # fmt: skip
         """Fill the noise of the sum over records and views; that on a bias is divided by its beta."""
-        if self.knorm is None:
-            scales = self.scales(sensitivities) * (_UP * self.views)
-            streams.normal_(self.noise, NOISE, step)
+        if self.knorm is not None:
+            fill_(noise, self.dims, self.knorm, 1 / self.sigma, sensitivities, streams, step)
+            multiples: Any = [_UP * self.views / b.beta for b in self.blocks]
         else:
-            scales = torch.full_like(sensitivities, _UP * self.views)
-            fill_(self.noise, self.dims, self.knorm, 1 / self.sigma, sensitivities, streams, step)
-        if scales.device.type == "cpu":
-            values = scales.tolist()
-            factors = [values[b.layer] / b.beta for b in self.blocks]
-            torch._foreach_mul_(self.draws, factors)  # pyright: ignore[reportPrivateImportUsage]
-        else:  # the scales stay on the device: nothing waits
-            for view, block in zip(self.draws, self.blocks, strict=True):
-                view.mul_(scales[block.layer] / block.beta)
+            streams.normal_(noise, NOISE, step)
+            factors = self.factors(sensitivities) if factors is None else factors
+            # on a device the factors stay there: nothing waits
+            multiples = factors.tolist() if factors.device.type == "cpu" else list(factors.to(noise.dtype).unbind())
+        torch._foreach_mul_(views, multiples)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def largest_batch(batch: float, q: float, n: int) -> int:

@@ -26,6 +26,10 @@ class Watch:
         """In-place changes of every parameter so far."""
         return [p._version for _, p in self.parameters]
 
+    def addresses(self) -> tuple[int, ...]:
+        """Where parameters and buffers lie."""
+        return tuple([p.data_ptr() for _, p in self.parameters] + [b.data_ptr() for _, b, _, _ in self.buffers])
+
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training mode."""
         return tuple(m.training for _, m, _ in self.modules)

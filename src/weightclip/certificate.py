@@ -285,10 +285,9 @@ def _greatest(a: Scalar, b: Scalar) -> Scalar:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         if any(isinstance(v, float) and math.isinf(v) for v in (a, b)):
             return math.inf
-        like = a if isinstance(a, Tensor) else b
-        assert isinstance(like, Tensor)
-        return torch.maximum(torch.as_tensor(a, dtype=like.dtype, device=like.device),
-                             torch.as_tensor(b, dtype=like.dtype, device=like.device))  # fmt: skip
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return torch.maximum(a, b)
+        return a.clamp(min=b) if isinstance(a, Tensor) else b.clamp(min=a)  # type: ignore[union-attr,return-value]
     return max(a, b)
 
 

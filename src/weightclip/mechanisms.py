@@ -39,11 +39,11 @@ def _sizes(dims: Sequence[int], like: Tensor) -> Tensor:
         raise WeightclipError(
             f"allocation: {like.numel()} sensitivities need as many parameter counts, all at least 1; got {list(dims)}."
         )
-    return _constant(tuple(float(d) for d in dims), like.device)
+    return constant(tuple(float(d) for d in dims), like.device)
 
 
-@functools.lru_cache(maxsize=64)
-def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+@functools.cache  # recorded graphs read them: none may be dropped
+def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Constants of a run, copied to the device once: every copy from the host would wait for the device."""
     return torch.tensor(values, dtype=torch.float64, device=device)
 
@@ -124,7 +124,7 @@ class Weighted(Allocation):
     def layer_weights(self, sensitivities: Tensor, d: Tensor) -> Tensor:
         if len(self.weights) != d.numel():
             raise WeightclipError(f"Weighted: {len(self.weights)} weights for {d.numel()} layers.")
-        return _constant(self.weights, d.device)
+        return constant(self.weights, d.device)
 
 
 def joint_multiplier(sensitivities: Tensor, scales: Tensor) -> Tensor:

@@ -188,8 +188,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
     original = Streams.normal_
 
     def before(release: Release, step: int) -> Callable[[], None]:
-        target = torch.cat([v.flatten() if f else torch.zeros(v.numel())
-                            for v, f in zip(release.sums, release.filled, strict=True)])  # fmt: skip
+        target = torch.cat([torch.zeros(n) if v is None else v.flatten()
+                            for v, n in zip(release.sums, release.sizes, strict=True)])  # fmt: skip
 
         def best(self: Streams, out: torch.Tensor, label: str, *ints: int) -> torch.Tensor:
             options = [original(self, torch.empty_like(out), f"{label}/{i}", *ints) for i in range(20)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weightclip.factors._kernel import fits, fits_scale, fused_scale, weight_gradient
 from weightclip.factors._limits import CAP, KIND_SHIFT, cap_scale, masked, record_scale, squared_norm, unchunked, wide
 from weightclip.factors._record_norms import FREE, Geometry, conv_record_norm
 
@@ -31,12 +33,40 @@ def patch_norm_squared(x: Tensor, out: tuple[int, ...], kernel, stride, dilation
     return energy
 
 
+_weights: dict[Any, Tensor] = {}
+
+
+def patch_weights(x: Tensor, out: tuple[int, ...], kernel, stride, dilation, padding) -> Tensor:
+    """In how many patches each input position lies: float32, one number a position, kept for the next step."""
+    key = (x.device, tuple(x.shape[2:]), out, kernel, tuple(stride), tuple(dilation), tuple(padding))
+    if key not in _weights:
+        weights = torch.ones((), device=x.device)
+        for axis, size in enumerate(x.shape[2:]):
+            more = patch_counts(size, kernel[axis], stride[axis], dilation[axis], padding[axis], out[axis], x)
+            weights = weights[..., None] * more
+        if len(_weights) >= 256:
+            _weights.clear()
+        _weights[key] = weights.flatten().contiguous()
+    return _weights[key]
+
+
+def channel_sums(d: Tensor, scale: Tensor | None) -> Tensor:
+    """sum_i scale_i sum over positions of delta_i, in float64."""
+    sums = d.flatten(2).sum(2, dtype=torch.float64)
+    if scale is not None:
+        sums = torch.where((scale > 0)[:, None], sums * scale[:, None], 0.0)
+    return sums.sum(0)
+
+
 def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_padding) -> Tensor:
     """Weight gradient of the batch from scaled cotangents, in ``dtype``, chunks summed in float64."""
     stride, padding, dilation, groups = conf
+    planar = x.dim() == 4 and groups == 1 and not transposed
+    if dtype == torch.float64 and planar and fits(x, d):
+        return weight_gradient(x, d, scale, weight.shape[2:], stride, padding, dilation)
     d, x = masked(d, scale, True), masked(x, scale, False)
     dtype = torch.promote_types(dtype, x.dtype)  # values of a float64 model may lie beyond float32
-    if dtype == torch.float64 and x.is_cuda and x.dim() == 4 and groups == 1 and not transposed:
+    if dtype == torch.float64 and x.is_cuda and planar:
         return by_taps(x, d, weight.shape[2:], stride, padding, dilation)
     dtype, chunk = unchunked(dtype, chunk)
     kernel = weight.to(dtype)
@@ -118,7 +148,12 @@ class ConvFunction(torch.autograd.Function):
                 )[0].to(x.dtype)  # fmt: skip
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
                 scale = None
-                if flags:
+                if flags and not transposed and fits_scale(x, d, flags) and not any(ctx.counter):
+                    places = d.shape[2:]
+                    counts = patch_weights(x, tuple(places), tuple(weight.shape[2:]), stride, dilation, padding)
+                    bias_part = beta**2 * math.prod(places) if ctx.needs_input_grad[2] else 0.0
+                    scale = fused_scale(x, d, limits, flags, bias_part, counts)
+                elif flags:
                     out, bias_part = d.shape[2:], beta if ctx.needs_input_grad[2] else 0.0
                     kernel = weight.shape[2:]
                     if transposed:
@@ -142,6 +177,5 @@ class ConvFunction(torch.autograd.Function):
                     conf = (stride, padding, dilation, groups)
                     gw = conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, extra).to(weight.dtype)
                 if ctx.needs_input_grad[2]:
-                    channels_last = masked(d, scale, True).flatten(2).sum(2, dtype=torch.float64)
-                    gb = channels_last.sum(0).to(weight.dtype)
+                    gb = channel_sums(d, scale).to(weight.dtype)
         return gx, gw, gb, *([None] * (11 + len(ctx.counter)))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weightclip.factors._kernel import dense_gradient, fits, fits_scale, fused_scale
 from weightclip.factors._limits import (
     CAP,
     Counts,
@@ -29,6 +30,8 @@ def dense_scale(
     if flags == 0:
         return None
     places = math.prod(x.shape[1:-1])
+    if (places == 1 or not flags & CAP) and counter is None and fits_scale(x, d, flags & 7):
+        return fused_scale(x, d, limits, flags & 7, beta**2 * places)
     x_norm, d_norm = (squared_norm(x) + beta**2 * places).sqrt(), squared_norm(d).sqrt()
     if flags & CAP and places > 1:
         scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, counter)
@@ -53,6 +56,8 @@ def position_gram(x: Tensor, d: Tensor, beta: float, product: torch.dtype = torc
 
 def dense_product(x: Tensor, d: Tensor, scale: Tensor | None, dtype: torch.dtype, chunk: int) -> Tensor:
     """sum_i scale_i delta_i x_i^T, in ``dtype``, optionally in chunks of records summed in float64."""
+    if dtype == torch.float64 and fits(x, d):
+        return dense_gradient(x, d, scale)
     d, x = masked(d, scale, True), masked(x, scale, False)
     dtype = torch.promote_types(dtype, x.dtype)  # values of a float64 model may lie beyond float32
     dtype, chunk = unchunked(dtype, chunk)

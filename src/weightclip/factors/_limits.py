@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 RADIUS, COTANGENT, CAP = 1, 2, 4  # bits: which of the limits are enforced
 KIND_SHIFT = 4  # the bits above say how a capped convolution measures its gradients (factors._record_norms)
-_TINY = 1e-30  # floor under a norm before dividing by it: a zero record keeps scale one
+TINY = 1e-30  # floor under a norm before dividing by it: a zero record keeps scale one
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,16 @@ def record_scale(
         return None
     scale = torch.ones_like(d_norm)
     if flags & RADIUS:
-        scale = scale * (limits[0] / x_norm.clamp(min=_TINY)).clamp(max=1)
+        scale = scale * (limits[0] / x_norm.clamp(min=TINY)).clamp(max=1)
         if counter is not None:
             counter.add(0, x_norm <= limits[0], d_norm)
     if flags & COTANGENT:
-        scale = scale * (limits[1] / d_norm.clamp(min=_TINY)).clamp(max=1)
+        scale = scale * (limits[1] / d_norm.clamp(min=TINY)).clamp(max=1)
         if counter is not None:
             counter.add(1, d_norm <= limits[1], d_norm)
     if flags & CAP:
         product = scale * x_norm * d_norm
-        scale = scale * (limits[2] / product.clamp(min=_TINY)).clamp(max=1)
+        scale = scale * (limits[2] / product.clamp(min=TINY)).clamp(max=1)
         if counter is not None:
             counter.add(2, product <= limits[2], d_norm)
     # a product that underflows or overflows float32 is not finite here either and counts as zero
@@ -100,7 +100,7 @@ def cap_scale(
 ) -> Tensor:
     """``scale`` lowered so that scale * norm <= cap, with ``norm`` a bound of each record's gradient norm."""
     before = torch.ones_like(norm) if scale is None else scale
-    capped = before * (limits[2] / (before * norm).clamp(min=_TINY)).clamp(max=1)
+    capped = before * (limits[2] / (before * norm).clamp(min=TINY)).clamp(max=1)
     if counter is not None:
         counter.add(2, before * norm <= limits[2], d_norm)
     good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(capped) & torch.isfinite(norm)

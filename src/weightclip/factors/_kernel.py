@@ -1,0 +1,125 @@
+"""Weight gradients on CUDA in one kernel: records are scaled, multiplied and summed in float64 without any copy.
+
+A float32 sum over a batch may move by several times one record's contribution when that record is added (SOUNDNESS
+section 6); in float64 it does not. Tensor cores multiply in float64 about as fast as others do in float32, so the only
+price to avoid is that of float64 copies: this kernel reads activations and cotangents as they lie in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightclip.factors._limits import KIND_SHIFT, TINY, transforming
+
+_PROGRAMS = 1056  # about eight for each multiprocessor of a large GPU
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fits(x: Tensor, d: Tensor) -> bool:
+    """Whether the kernel can take these tensors: CUDA, at most float32, and Triton is at hand."""
+    if not x.is_cuda or x.dtype not in _DTYPES or d.dtype not in _DTYPES or transforming():
+        return False
+    small = max(x[:1].numel(), d[:1].numel(), d.shape[0] * d[:1, :1].numel()) < 2**31 and d.numel() > 0
+    return small and _triton_found()
+
+
+def weight_gradient(
+    x: Tensor, d: Tensor, scale: Tensor | None, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """sum_n scale_n (gradient of record n) of a 2-D convolution's weight, in float64.
+
+    Args:
+        x: (records, in, height, width), any strides.
+        d: (records, out, height, width), cotangents.
+        scale: (records,) or None; records with scale zero take no part, whatever they hold.
+        kernel: Size of the kernel; likewise stride, padding, dilation.
+
+    Formal guarantees:
+        Each record's cotangent is scaled in float32; products and sums are float64 throughout, with no atomics: the
+        same numbers for the same tensors. Records with scale 0 contribute exact zeros, NaN or not.
+    """
+    if x.shape[1] >= 16 and (d.shape[3] % 16 or tuple(stride) != (1, 1)):  # rows too short or too rough to read well
+        x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))
+    out, columns = d.shape[1], x.shape[1] * kernel[0] * kernel[1]
+    total = d.shape[0] * d.shape[2] * d.shape[3]
+    rows, cols, depth = _tile(out), _tile(columns), 16
+    tiles = -(-out // rows) * -(-columns // cols)
+    parts = max(1, min(-(-total // (4 * depth)), _PROGRAMS // tiles))
+    share = -(-total // (parts * depth)) * depth
+    parts = -(-total // share)
+    found = torch.empty(parts, out, columns, dtype=torch.float64, device=x.device)
+    launch = _kernels().products[(-(-out // rows), -(-columns // cols), parts)]
+    launch(
+        x, d, x if scale is None else scale, found, x.shape[1], x.shape[2], x.shape[3], out, d.shape[2], d.shape[3],
+        total, share, columns, *x.stride(), *d.stride(), kernel[1], *stride, *padding, *dilation, scale is not None,
+        x.stride(1) == 1 and x.shape[1] > 1, rows, cols, depth, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    whole = found[0] if parts == 1 else found.sum(0)
+    return whole.view(out, *kernel, x.shape[1]).permute(0, 3, 1, 2)
+
+
+def dense_gradient(x: Tensor, d: Tensor, scale: Tensor | None) -> Tensor:
+    """sum_n scale_n delta_n x_n^T over records and positions; x (records, ..., in), d (records, ..., out)."""
+    x, d = (t.reshape(t.shape[0], -1, t.shape[-1]).transpose(1, 2).unsqueeze(3) for t in (x, d))
+    return weight_gradient(x, d, scale, (1, 1), (1, 1), (0, 0), (1, 1))[:, :, 0, 0]
+
+
+def fits_scale(x: Tensor, d: Tensor, flags: int) -> bool:
+    """Whether :func:`fused_scale` can take these tensors: each record in one piece, no measured caps."""
+    return fits(x, d) and flags < 1 << KIND_SHIFT and flags > 0 and _dense(x) and _dense(d)
+
+
+def fused_scale(
+    x: Tensor, d: Tensor, limits: Tensor, flags: int, bias: float, counts: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """The scale of each record by one kernel, as ``record_scale`` of the norms of both factors.
+
+    Args:
+        x: (records, ...) inputs; for a convolution (records, channels, ...) with ``counts``.
+        d: (records, ...) cotangents.
+        limits: (3,) as in ``record_scale``.
+        flags: Which of them are enforced.
+        bias: beta^2 times positions, part of the input factor.
+        counts: Weight of each position's squares, float32; None: one.
+
+    Formal guarantees:
+        Those of ``record_scale``: norms are float32 sums of nonnegative numbers, so that the certificate's allowance
+        for their rounding holds in this order too; a record with a non-finite factor gets 0.
+    """
+    out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    x_size, d_size, tiny = x[0].numel(), d[0].numel(), torch.finfo(torch.float32).tiny
+    last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
+    launch = _kernels().scales[(x.shape[0],)]
+    launch(
+        x, d, x if counts is None else counts, limits, out, x_size, d_size, x.stride(0), d.stride(0),
+        1 if counts is None else counts.numel(), tiny * x_size, tiny * d_size, bias, counts is not None,
+        x.shape[1] if last else 0, flags, TINY, 1024 if max(x_size, d_size) > 512 else 128, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _dense(t: Tensor) -> bool:
+    """Whether each record's entries lie together, positions or channels fastest."""
+    return t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last))
+
+
+def _tile(size: int) -> int:
+    return 64 if size > 32 else 32 if size > 16 else 16
+
+
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("weightclip.factors._triton")
+
+
+@functools.cache
+def _triton_found() -> bool:
+    return importlib.util.find_spec("triton") is not None

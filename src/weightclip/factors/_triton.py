@@ -1,0 +1,99 @@
+# pyright: reportMissingImports=false
+"""The kernel behind ``_kernel.weight_gradient``; importing it needs Triton, which comes with CUDA builds of torch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def products(
+    x, d, scale, out, channels, height, width, outs, high, wide, total, share, columns,
+    xn, xc, xh, xw, dn, dc, dh, dw,
+    KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    DIL_H: tl.constexpr, DIL_W: tl.constexpr, SCALED: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out[part, o, (tap, c)] = sum over this part's (record, position) of d[record, o, position] x[record, c, window].
+
+    Memory is read along its fastest dimension: positions, or channels where CHANNELS_LAST.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    c = col % channels
+    top = (col // channels // KERNEL_W) * DIL_H - PAD_H
+    left = (col // channels % KERNEL_W) * DIL_W - PAD_W
+    acc = tl.zeros((ROWS, COLS), dtype=tl.float64)
+    first = tl.program_id(2) * share
+    for start in range(first, min(first + share, total), DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        n = k // (high * wide)
+        i = k % (high * wide) // wide
+        j = k % wide
+        here = k < total
+        record = n.to(tl.int64)
+        if SCALED:
+            s = tl.load(scale + n, mask=here, other=0.0).to(tl.float32)
+        if CHANNELS_LAST:
+            at = d + (record * dn + i * dh + j * dw)[:, None] + row[None, :] * dc
+            a = tl.trans(tl.load(at, mask=here[:, None] & (row < outs)[None, :], other=0.0).to(tl.float32))
+            y = i[:, None] * STRIDE_H + top[None, :]
+            z = j[:, None] * STRIDE_W + left[None, :]
+            inside = here[:, None] & (col < columns)[None, :] & (y >= 0) & (y < height) & (z >= 0) & (z < width)
+            b = tl.load(x + (record * xn)[:, None] + c[None, :] * xc + y * xh + z * xw, mask=inside, other=0.0)
+            if SCALED:
+                b = tl.where(s[:, None] > 0, b.to(tl.float32), 0.0)
+        else:
+            at = d + (record * dn + i * dh + j * dw)[None, :] + row[:, None] * dc
+            a = tl.load(at, mask=here[None, :] & (row < outs)[:, None], other=0.0).to(tl.float32)
+            y = i[None, :] * STRIDE_H + top[:, None]
+            z = j[None, :] * STRIDE_W + left[:, None]
+            inside = here[None, :] & (col < columns)[:, None] & (y >= 0) & (y < height) & (z >= 0) & (z < width)
+            b = tl.load(x + (record * xn)[None, :] + c[:, None] * xc + y * xh + z * xw, mask=inside, other=0.0)
+            if SCALED:
+                b = tl.where(s[None, :] > 0, b.to(tl.float32), 0.0)
+            b = tl.trans(b)
+        if SCALED:
+            a = tl.where(s[None, :] > 0, a, 0.0) * s[None, :]
+        acc = tl.dot(a.to(tl.float64), b.to(tl.float64), acc, out_dtype=tl.float64)
+    place = out + tl.program_id(2).to(tl.int64) * outs * columns + row[:, None] * columns + col[None, :]
+    tl.store(place, acc, mask=(row < outs)[:, None] & (col < columns)[None, :])
+
+
+@triton.jit
+def scales(
+    x, d, counts, limits, out, x_size, d_size, x_step, d_step, places, tiny_x, tiny_d, bias,
+    WEIGHTED: tl.constexpr, CHANNELS: tl.constexpr, FLAGS: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One record a program: the norms of its two factors, and its scale (``_limits.record_scale``).
+
+    CHANNELS is the number of channels where they lie last, 0 where positions do; ``counts`` weighs positions.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, x_size, BLOCK):
+        e = start + tl.arange(0, BLOCK)
+        value = tl.load(x + n * x_step + e, mask=e < x_size, other=0.0).to(tl.float32)
+        square = value * value
+        if WEIGHTED:
+            place = e // CHANNELS if CHANNELS > 0 else e % places
+            square = square * tl.load(counts + place, mask=e < x_size, other=0.0)
+        total += square
+    x_norm = tl.sqrt_rn(tl.sum(total, 0) + tiny_x + bias)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, d_size, BLOCK):
+        e = start + tl.arange(0, BLOCK)
+        value = tl.load(d + n * d_step + e, mask=e < d_size, other=0.0).to(tl.float32)
+        total += value * value
+    d_norm = tl.sqrt_rn(tl.sum(total, 0) + tiny_d)
+    scale = x_norm * 0.0 + 1.0
+    if FLAGS & 1:
+        scale = scale * tl.minimum(tl.div_rn(tl.load(limits), tl.maximum(x_norm, FLOOR)), 1.0)
+    if FLAGS & 2:
+        scale = scale * tl.minimum(tl.div_rn(tl.load(limits + 1), tl.maximum(d_norm, FLOOR)), 1.0)
+    if FLAGS & 4:
+        product = scale * x_norm * d_norm
+        scale = scale * tl.minimum(tl.div_rn(tl.load(limits + 2), tl.maximum(product, FLOOR)), 1.0)
+    good = (x_norm < float("inf")) & (d_norm < float("inf")) & (scale < float("inf"))
+    tl.store(out + n, tl.where(good, scale, 0.0))

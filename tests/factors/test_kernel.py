@@ -1,0 +1,112 @@
+"""The CUDA kernel of weight gradients, run by Triton's interpreter where there is no GPU (skipped without Triton)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from weightclip.factors._conv import patch_norm_squared, patch_weights
+from weightclip.factors._kernel import dense_gradient, fits, fused_scale, weight_gradient
+from weightclip.factors._limits import record_scale, squared_norm
+
+CASES = [  # records, in, out, size, stride, padding, dilation, kernel
+    (3, 5, 7, (9, 6), (1, 1), (1, 1), (1, 1), (3, 3)),
+    (4, 3, 20, (8, 8), (2, 1), (1, 0), (1, 1), (3, 2)),
+    (2, 4, 4, (10, 11), (1, 1), (2, 1), (2, 1), (3, 3)),
+    (5, 1, 3, (5, 5), (2, 2), (0, 0), (1, 1), (1, 1)),
+    (1, 17, 2, (4, 4), (1, 1), (0, 0), (1, 1), (2, 2)),
+]
+
+
+@pytest.fixture
+def interpreter() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("runs in a process of its own, see test_in_the_interpreter")
+    return torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="runs as it is")
+def test_in_the_interpreter():
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: it comes with CUDA builds of torch")
+    env = {**os.environ, "TRITON_INTERPRET": "1"}  # read when Triton is first imported
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], env=env,
+                         capture_output=True, text=True)  # fmt: skip
+    assert run.returncode == 0, run.stdout[-2000:]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_it_is_the_scaled_gradient_in_float64(case, last, scaled, interpreter):
+    records, channels, out, size, stride, padding, dilation, kernel = case
+    form = torch.channels_last if last else torch.contiguous_format
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(records, channels, *size, generator=generator).contiguous(memory_format=form)
+    weight = torch.randn(out, channels, *kernel, generator=generator)
+    d = torch.randn(F.conv2d(x, weight, None, stride, padding, dilation).shape, generator=generator)
+    d = d.contiguous(memory_format=form)
+    scale = torch.rand(records, generator=generator) if scaled else None
+    weighted = d if scale is None else d * scale.view(-1, 1, 1, 1)
+    expected = torch.ops.aten.convolution_backward(
+        weighted.double(), x.double(), weight.double(), None, stride, padding, dilation, False, (0, 0), 1,
+        (False, True, False),
+    )[1]  # fmt: skip
+    x, d, scale = (None if t is None else t.to(interpreter) for t in (x, d, scale))
+    assert x is not None and d is not None
+    found = weight_gradient(x, d, scale, kernel, stride, padding, dilation)
+    assert found.dtype == torch.float64 and found.shape == weight.shape
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_records_with_scale_zero_add_exact_zeros(interpreter):
+    x, d = torch.randn(3, 4, 5, 5, device=interpreter), torch.randn(3, 6, 3, 3, device=interpreter)
+    x[1], d[1] = float("nan"), float("inf")
+    scale = torch.tensor([0.5, 0.0, 1.0], device=interpreter)
+    found = weight_gradient(x, d, scale, (3, 3), (1, 1), (0, 0), (1, 1))
+    others = weight_gradient(x[[0, 2]], d[[0, 2]], scale[[0, 2]], (3, 3), (1, 1), (0, 0), (1, 1))
+    torch.testing.assert_close(found, others, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("places", [(), (7,), (2, 3)])
+def test_dense_layers_with_positions(places, interpreter):
+    x, d = torch.randn(5, *places, 12, device=interpreter), torch.randn(5, *places, 3, device=interpreter)
+    scale = torch.rand(5, device=interpreter)
+    weighted = d * scale.view(-1, *(1,) * (d.dim() - 1))
+    expected = torch.einsum("...o,...i->oi", weighted.double(), x.double())
+    torch.testing.assert_close(dense_gradient(x, d, scale), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about the overflow that is meant to happen
+@pytest.mark.parametrize("flags", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("last", [False, True])
+def test_fused_scales_are_those_of_the_norms(flags, last, interpreter):
+    form = torch.channels_last if last else torch.contiguous_format
+    x = torch.randn(9, 4, 8, 7, device=interpreter).contiguous(memory_format=form)
+    d = torch.randn(9, 3, 4, 5, device=interpreter).contiguous(memory_format=form)
+    x[1], d[2], x[3, 0, 0, 0], x[4], d[5] = 0.0, 0.0, float("nan"), 1e30, float("inf")
+    x[6], d[6] = 1e-3, 1e-3  # within every limit
+    conf = ((3, 3), (2, 1), (1, 1), (1, 0))  # kernel, stride, dilation, padding
+    limits, bias = torch.tensor([2.0, 1.5, 1.2], device=interpreter), 0.04 * 20
+    x_norm = (patch_norm_squared(x, (4, 5), *conf) + bias).sqrt()
+    expected = record_scale(x_norm, squared_norm(d).sqrt(), limits, flags)
+    assert expected is not None
+    found = fused_scale(x, d, limits, flags, bias, patch_weights(x, (4, 5), *conf))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
+    assert found[6] == 1 and 0 < found[0] < 1 and found[3] == found[4] == found[5] == 0
+    dense = record_scale((squared_norm(x) + bias).sqrt(), squared_norm(d).sqrt(), limits, flags)
+    torch.testing.assert_close(fused_scale(x, d, limits, flags, bias), dense, rtol=1e-5, atol=0.0)
+
+
+def test_other_devices_and_types_do_not_fit():
+    x = torch.zeros(2, 3, 4, 4)
+    assert not fits(x, x)
+    assert not fits(x.to("meta").double(), x.to("meta").double())
