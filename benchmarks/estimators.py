@@ -185,7 +185,8 @@ def tuned(s: Set, epsilon: float, delta: float, seeds: int, kind: str, tries: in
     for how in variants:
         candidates = [settings() for _ in range(tries // len(variants))]
         if kind == "lip":
-            candidates.append(_defaults.settings(n, epsilon, objective.outputs, {}))
+            width = encode(0, 0, how)[0].encoder.width
+            candidates.append(_defaults.settings(n, epsilon, width, objective.outputs, {}))
         trials += [(score, how, c) for score, c in zip(validated(0, how, candidates), candidates, strict=True)]
     finalists = sorted(trials, key=lambda t: -t[0])[:kept]
     means = [np.mean([validated(seed, how, [c])[0] for seed in (1, 2, 3)]) for _, how, c in finalists]

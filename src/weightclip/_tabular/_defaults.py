@@ -18,26 +18,29 @@ def signal(n: int, epsilon: float, outputs: int) -> float:
     return n * min(epsilon, 2.0) / max(1, outputs - 1)
 
 
-def settings(n: int, epsilon: float, outputs: int, chosen: Mapping[str, Any]) -> Settings:
+def settings(n: int, epsilon: float, width: int, outputs: int, chosen: Mapping[str, Any]) -> Settings:
     """Default settings, with what the user chose in their place.
 
     Args:
         n: Public number of records.
         epsilon: Budget.
+        width: Number of features, as released by preprocessing.
         outputs: Number of outputs.
         chosen: Fields of the estimator that are not None.
     """
     strength = signal(n, epsilon, outputs)
     hidden = chosen.get("hidden_layer_sizes")
     if hidden is None:
-        hidden = () if strength < 1900 else (16,)
+        hidden = () if strength < 1900 * max(1.0, math.sqrt(width / 90)) else (16,)
+    # Every feature brings its own noise: with many of them, smaller steps average more of it.
+    lr = 0.06 * min(1.0, (80 / max(1, width)) ** (1 / 3))
     q = chosen.get("batch_fraction", 1 / 8)
     batch = max(1, round(q * n))
     return Settings(
         hidden=tuple(hidden),
         batch=batch,
         epochs=chosen.get("epochs", 30),
-        lr=chosen.get("learning_rate", 0.06),
+        lr=chosen.get("learning_rate", lr),
         final_lr=0.1,
         averaging=0.95,
         input_radius=1.0,
@@ -45,7 +48,7 @@ def settings(n: int, epsilon: float, outputs: int, chosen: Mapping[str, Any]) ->
         cap=chosen.get("gradient_cap"),
         temperature=chosen.get("temperature", 0.4),
         weight_norm=chosen.get("weight_norm"),
-        joint_cap=chosen.get("joint_cap", 0.4),
+        joint_cap=chosen.get("joint_cap", 0.3),
     )
 
 

@@ -194,9 +194,8 @@ def _train(table: Table, fitted: Fitted, labels: np.ndarray, objective: Objectiv
     if isinstance(objective, (Huber, Absolute)):
         chosen["temperature"] = 1.0
         chosen["gradient_cap"] = chosen.get("gradient_cap", 0.3) if isinstance(objective, Huber) else None
-    settings = replace(
-        _defaults.settings(n, plan.epsilon, objective.outputs, chosen), input_radius=encoder.radius * (1 + 1e-6)
-    )
+    settings = _defaults.settings(n, plan.epsilon, encoder.width, objective.outputs, chosen)
+    settings = replace(settings, input_radius=encoder.radius * (1 + 1e-6))
     features: Any = _Lazy(table, encoder)
     if len(table) * encoder.width * 4 <= _IN_MEMORY:
         features = encoder.transform(table.values)
