@@ -127,13 +127,17 @@ def test_unseen_categories_missing_values_and_other_columns(table, tmp_path, cap
     out = tmp_path / "m"
     run(*train(table, out), capsys=capsys)
     (tmp_path / "new.csv").write_text("score,extra,id,job,age\n?,1,new,zebra,\n2,1,u1,a,40\n")
-    assert len(run("predict", out, tmp_path / "new.csv", capsys=capsys).out.splitlines()) == 3
+    captured = run("predict", out, tmp_path / "new.csv", capsys=capsys)
+    assert len(captured.out.splitlines()) == 3
+    assert "warning: 1 of 2 values of 'job' are missing or of categories the model does not know" in captured.err
 
 
 @pytest.mark.parametrize("rows", [10, 11])
 def test_ten_rows(tmp_path, capsys, rows):
     table = write(tmp_path / "d.csv", ROWS[:rows], ["x", "y"] * 5 + ["x"] * (rows - 10))
-    run(*train(table, tmp_path / "m"), capsys=capsys)
+    captured = run(*train(table, tmp_path / "m"), capsys=capsys)
+    assert f"{rows} records at epsilon 3 teach a model next to nothing" in " ".join(captured.err.split())
+    assert (tmp_path / "m" / "privacy.json").exists()
 
 
 def test_constant_and_empty_columns_and_many_classes(tmp_path, capsys):

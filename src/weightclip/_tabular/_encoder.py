@@ -112,6 +112,14 @@ class Encoder:
                 features *= np.float32(self.radius) / np.maximum(norm, np.float32(self.radius))
         return out
 
+    def unknown(self, values: np.ndarray) -> dict[str, int]:
+        """How many values of each categorical column have no feature: missing, or of a category that is not kept."""
+        counts = {
+            column.name: int((~np.isin(values[:, j], np.array(part.codes, dtype=np.float64))).sum())
+            for j, (column, part) in enumerate(zip(self.columns, self.parts, strict=True)) if isinstance(part, Codes)
+        }  # fmt: skip
+        return {name: count for name, count in counts.items() if count}
+
     def shift_json(self) -> dict[str, Any]:
         """What `to_json` leaves out: center, gain and radius."""
         return {"center": list(self.center), "gain": self.gain, "radius": self.radius}

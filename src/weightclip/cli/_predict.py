@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -59,10 +60,11 @@ def _write(model, source, file: IO[str], proba: bool, as_json: bool) -> None:
     writer = csv.writer(file, lineterminator="\n")
     if not as_json:
         writer.writerow(heads)
-    row = 0
+    row, unknown = 0, Counter[str]()
     for block in source.blocks():
         values = features(model.encoder.columns, block, source.path, row)
         row += len(values)
+        unknown.update(model.encoder.unknown(values))
         if model.task == "classification":
             p = model.probabilities(values)
             labels = [model.classes[i] for i in p.argmax(axis=1)]
@@ -77,3 +79,6 @@ def _write(model, source, file: IO[str], proba: bool, as_json: bool) -> None:
                 file.write(json.dumps(dict(zip(heads, numbers, strict=True))) + "\n")
         else:
             writer.writerows(lines)
+    for column, count in unknown.items():
+        text = f"{count} of {row} values of {column!r} are missing or of categories the model does not know"
+        print(f"warning: {text}: they count as zeros.", file=sys.stderr)

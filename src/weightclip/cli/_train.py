@@ -93,6 +93,11 @@ def train(
         )  # fmt: skip
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            if n * epsilon < 200:
+                warnings.warn(
+                    f"{n} records at epsilon {epsilon:g} teach a model next to nothing: expect chance.",
+                    stacklevel=1,
+                )
             if regression:
                 model, report, _ = fit_regressor(loaded.table, loaded.target, known.target_range, target, plan)
             else:
