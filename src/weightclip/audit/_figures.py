@@ -92,7 +92,7 @@ def _exact_curves(ax: Axes, report: Report) -> None:
             ax.plot(grid, [max(gdp_delta(mu, e), 1e-12) for e in grid], color=colour, lw=0.8, alpha=0.5)
         ax.plot(grid, [gdp_delta(1 / sigma, e) for e in grid], color=_CLAIM, lw=1.6, ls="--")
         ax.plot([target], [report.delta], "o", color=_CLAIM, ms=4)
-        ax.annotate(f"claim {target:g}", (target, report.delta), (5, -3), textcoords="offset points", fontsize=8,
+        ax.annotate(f"{target:g}", (target, report.delta), (5, -3), textcoords="offset points", fontsize=8,
                     bbox={"fc": "white", "ec": "none", "pad": 0.5, "alpha": 0.8})  # fmt: skip
     ax.set_yscale("log")
     ax.set_ylim(1e-8, 1)

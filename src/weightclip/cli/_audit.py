@@ -67,9 +67,10 @@ def _show(report: Report, console: Console) -> None:
     from weightclip.audit import EXACT, gdp_estimate_of
 
     def table(title: str, *columns: str) -> Table:
-        new = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        new = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, collapse_padding=True)
         for i, name in enumerate(columns):
-            new.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+            # on a narrow screen the words are broken, never the numbers
+            new.add_column(name, justify="right" if i else "left", no_wrap=i > 0)
         return new
 
     trainers: dict[str, dict[str, Check]] = {}
