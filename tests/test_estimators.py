@@ -218,6 +218,13 @@ def test_ten_rows_and_a_thousand_classes():
         LipDPClassifier(**QUICK).fit(X, np.zeros(1500))
 
 
+@pytest.mark.parametrize("kind", [LipDPClassifier, LipDPRegressor])
+def test_a_table_that_holds_nothing(kind):
+    data = pytest.importorskip("pandas").DataFrame({"empty": np.array([None] * 40, dtype=object)})
+    model = kind(5.0, epochs=2, random_state=1, accountant="rdp").fit(data, np.arange(40) % 2)
+    assert np.isfinite(model.predict(data)).all()
+
+
 def test_works_with_scikit_learn_tools():
     model = LipDPClassifier(**QUICK, feature_bounds=(-1, 1))
     assert clone(model).get_params() == model.get_params()

@@ -206,6 +206,14 @@ def test_sums_of_features_are_exact_and_ignore_what_is_not_finite(monkeypatch):
     assert np.isfinite(seen[-1]).all()
 
 
+def test_there_is_a_feature_even_if_no_category_is_found(monkeypatch):
+    import weightclip._tabular._encoder as module
+
+    monkeypatch.setattr(module, "frequent_buckets", lambda *_: [np.array([], dtype=int)] * 2)
+    table = Table((Column("i", "categorical"), Column("j", "categorical")), np.zeros((9, 2)))
+    assert fit_private(table, 1.0, 6, Streams.seeded(0), 9).encoder.width == 1
+
+
 def test_a_mean_that_is_noise_is_shrunk_away():
     fitted = center(fit_private(TABLE, 3.0, 6, Streams.seeded(0), N), TABLE, 1e5, Streams.seeded(0), N)
     assert np.linalg.norm(fitted.encoder.center) < 0.5 * center_error(fitted.encoder.width, 1e5, N)

@@ -233,7 +233,7 @@ def fit_private(table: Table, sigma: float, pieces: int, streams: Streams, n: in
     statements = [f"quantiles of {len(numeric)} numeric columns {paid}"] if numeric else []
     statements += [f"ranges of {len(unknown)} numeric columns {paid}"] if unknown else []
     statements += [f"frequent categories of {len(hashed)} columns (by hash) {paid}"] if hashed else []
-    return Fitted(Encoder(columns, tuple(parts)), tuple(mechanisms), tuple(statements))
+    return Fitted(Encoder(columns, at_least_one_feature(parts)), tuple(mechanisms), tuple(statements))
 
 
 def center(fitted: Fitted, table: Table, sigma: float, streams: Streams, n: int) -> Fitted:
@@ -296,7 +296,8 @@ def fit_public(table: Table, pieces: int) -> Fitted:
         else:
             low, high = float(column.low or 0), float(column.high or 0)
             parts.append(Pieces(_distinct(np.linspace(low, high, pieces + 1))))
-    return Fitted(Encoder(table.columns, tuple(parts)), statements=("features are scaled by public ranges: free",))
+    encoder = Encoder(table.columns, at_least_one_feature(parts))
+    return Fitted(encoder, statements=("features are scaled by public ranges: free",))
 
 
 def fit_unprotected(table: Table, pieces: int) -> Fitted:
@@ -328,6 +329,11 @@ def _wants(columns: Sequence[Column]) -> tuple[float, float, float]:
     unknown = sum(c.kind == "numeric" and not c.bounded for c in columns)
     hashed = sum(c.kind == "categorical" and c.categories is None for c in columns)
     return 0.5 * unknown, 1.0 * hashed, 1.0 * sum(c.kind == "numeric" for c in columns)
+
+
+def at_least_one_feature(parts: Sequence[Pieces | Codes]) -> tuple[Pieces | Codes, ...]:
+    """A network needs a feature, if only zeros, where no category was declared or found in any column."""
+    return tuple(parts) if any(part.width for part in parts) else (Codes((0,)), *parts[1:])
 
 
 def _pieces(forest: Forest, index: int, pieces: int, n: int) -> Pieces:

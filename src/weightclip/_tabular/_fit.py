@@ -21,6 +21,7 @@ from ._encoder import (
     Encoder,
     Fitted,
     Pieces,
+    at_least_one_feature,
     center,
     center_error,
     fit_private,
@@ -143,7 +144,7 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
         part = fitted.encoder.parts[-1]
         assert isinstance(part, Pieces)
         span = (part.edges[0], part.edges[-1])
-        fitted = replace(fitted, encoder=Encoder(table.columns, fitted.encoder.parts[:-1]))
+        fitted = replace(fitted, encoder=Encoder(table.columns, at_least_one_feature(fitted.encoder.parts[:-1])))
     else:
         fitted = _preprocess(table, plan, n)
     fitted = _center(fitted, table, plan, n)
