@@ -87,8 +87,8 @@ def mnist(device: torch.device, limit: int | None) -> Task:
     """Digits, the small convolutional network of the literature."""
     (x, y), test = (_images("mnist", split, device, limit) for split in ("train", "test"))
     bounds = wc.Bounds(layer_radius=8.0, cotangent_radius=0.3, bias_scale=0.5)
-    return Task("mnist", "small-cnn", lambda: wc.models.SmallCNN.for_mnist(), Records(x, y), test, 3.0, 0.95, 2048, 15, 2e-3,
-                1.0, bounds)  # fmt: skip
+    return Task("mnist", "small-cnn", wc.models.SmallCNN.for_mnist, Records(x, y), test, 3.0, 0.95, 2048, 15, 2e-3, 1.0,
+                bounds)  # fmt: skip
 
 
 def cifar10(device: torch.device, limit: int | None) -> Task:
@@ -104,7 +104,7 @@ def cifar10(device: torch.device, limit: int | None) -> Task:
         parts.append((z / z.norm(dim=1, keepdim=True), y))
     width = parts[0][0].shape[1]
     bounds = wc.Bounds(input_radius=1.0, layer_radius=1.1, cotangent_radius=0.1, bias_scale=0.3)
-    return Task("cifar10", "scattering-linear", lambda: nn.Linear(width, 10), Records(*parts[0]), parts[1], 3.0, 0.62,
+    return Task("cifar10", "scattering-linear", lambda: nn.Linear(width, 10), Records(*parts[0]), parts[1], 3.0, 0.55,
                 4096, 30, 0.02, 0.1, bounds)  # fmt: skip
 
 

@@ -35,6 +35,7 @@ class Gains:
         # without the DFT bound all norms are of one kind and can be taken together
         together = not bounds.spectral and bounds.p == 2 and self.refresh == 1
         self.bank = NormBank(_plain_layers(plan)) if together else None
+        self._weightless: dict[int, bool] = {}
         self._clipped: _Clipped | None = None
         self._kept: Tensor | None = None
         self._numerics: Numerics | None = None
@@ -109,6 +110,17 @@ class Gains:
             for weight, scale in zip(weights, scales, strict=True):
                 weight.mul_(scale.to(weight.dtype))
         return torch.stack([torch.stack(list(norms.values())), _frobenius(self.bank).double()])
+
+    @property
+    def weightless(self) -> bool:
+        """Whether bounds never look at a weight: every factor is bounded by itself, and no other layer has weights."""
+        plan = self.plan
+        if id(plan) not in self._weightless:
+            plain = _plain_layers(plan)
+            others = [n.op.module for n in plan.graph.nodes if n.layer is not None and n.op.path not in plain]
+            bare = all(m is not None and next(m.parameters(), None) is None for m in others)
+            self._weightless[id(plan)] = bare and not plan.needs_gains
+        return self._weightless[id(plan)]
 
     @property
     def clipped(self) -> bool:

@@ -41,6 +41,8 @@ def project_records(x: Tensor, radius: float, detach: bool = False) -> Tensor:
         return project_records(x.unsqueeze(1), radius, detach).squeeze(1) if x.dim() else x
     dims = tuple(range(1, x.dim()))
     wide = x.float() if x.dtype in _HALF else x
+    if not x.requires_grad and wide.dtype == torch.float32 and not torch.compiler.is_compiling():
+        return _project_values(wide, radius * (1 - _HALF.get(x.dtype, 0.0)), dims).to(x.dtype)
     largest = torch.linalg.vector_norm(wide.detach(), math.inf, dims, keepdim=True)  # not finite if an entry is not
     finite = torch.isfinite(largest)
     clean = torch.where(finite, wide, torch.zeros((), dtype=wide.dtype, device=x.device))
@@ -54,6 +56,13 @@ def project_records(x: Tensor, radius: float, detach: bool = False) -> Tensor:
     norm = torch.linalg.vector_norm(unit.detach() if detach else unit, 2, dims, keepdim=True).clamp(min=0.5)
     inside = largest * norm.detach() <= radius  # norm is at least 1 but for a zero record
     return torch.where(inside, clean, unit * (radius / norm)).to(x.dtype)
+
+
+def _project_values(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
+    """The same in few passes, where no derivative is asked for: squares of float32 fit into float64."""
+    norm = torch.linalg.vector_norm(x, 2, dims, keepdim=True, dtype=torch.float64)
+    scaled = x if math.isinf(radius) else x * (radius / norm).clamp(max=1.0).float()  # a zero record: min(inf, 1)
+    return torch.where(torch.isfinite(norm), scaled, torch.zeros((), device=x.device))
 
 
 class InputProjection:

@@ -150,8 +150,11 @@ class TrainingLoop:
         self.plan.loss_bound, self.plan.loss_shape = self._loss_bounds[shape], shape
         self._versions = self._watch.versions()
         often = self.device.type == "cpu" or self.steps % 64 == 0  # on a device this waits for it
-        if not often and self._quantiles is None and self._entrywise is None:
+        plain = self._quantiles is None and self._entrywise is None
+        if plain and (not often or self._gains.weightless):
             self._sensitivities, self._factors = self._recorded()
+            if often and not bool(torch.isfinite(self._release.total()).all()):
+                raise ContractError(_NOT_FINITE)
             return
         try:
             evaluations = self._evaluate()
@@ -184,10 +187,12 @@ class TrainingLoop:
             with torch.no_grad():
                 return sensitivities, self._release.factors(sensitivities)
 
+        if self._gains.weightless:
+            return self._constants.setdefault(constant, work())
         if self._gains.refresh > 1:  # takes snapshots on its way
             return work()
         found = self._recorder(("bounds", *constant, self._gains.clipped, self._watch.addresses()), work)
-        if found[0].device.type == "cpu":  # plain numbers: no weight was looked at
+        if self.device.type != found[0].device.type:  # plain numbers: no weight was looked at
             self._constants[constant] = found
         return found
 

@@ -179,9 +179,12 @@ class Release:
             multiples: Any = [_UP * self.views / b.beta for b in self.blocks]
         else:
             streams.normal_(noise, NOISE, step)
-            factors = self.factors(sensitivities) if factors is None else factors
-            # on a device the factors stay there: nothing waits
-            multiples = factors.tolist() if factors.device.type == "cpu" else list(factors.to(noise.dtype).unbind())
+            if sensitivities.device.type == "cpu":
+                scales = self.scales(sensitivities).tolist()
+                multiples = [scales[b.layer] * (_UP * self.views) / b.beta for b in self.blocks]
+            else:  # the factors stay on the device: nothing waits
+                factors = self.factors(sensitivities) if factors is None else factors
+                multiples = list(factors.to(noise.dtype).unbind())
         torch._foreach_mul_(views, multiples)  # pyright: ignore[reportPrivateImportUsage]
 
 

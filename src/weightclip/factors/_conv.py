@@ -50,9 +50,11 @@ def patch_weights(x: Tensor, out: tuple[int, ...], kernel, stride, dilation, pad
     return _weights[key]
 
 
-def channel_sums(d: Tensor, scale: Tensor | None) -> Tensor:
-    """sum_i scale_i sum over positions of delta_i, in float64."""
-    sums = d.flatten(2).sum(2, dtype=torch.float64)
+def channel_sums(d: Tensor, scale: Tensor | None, alone: bool = False) -> Tensor:
+    """sum_i scale_i sum over positions of delta_i, in float64; ``alone``: float32 within a record, whose own rounding
+    that is (as that of a product of one record, ``_release.sum_slack``)."""
+    flat = d.flatten(2)
+    sums = flat.sum(2).double() if alone and d.dtype == torch.float32 else flat.sum(2, dtype=torch.float64)
     if scale is not None:
         sums = torch.where((scale > 0)[:, None], sums * scale[:, None], 0.0)
     return sums.sum(0)
@@ -177,5 +179,5 @@ class ConvFunction(torch.autograd.Function):
                     conf = (stride, padding, dilation, groups)
                     gw = conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, extra).to(weight.dtype)
                 if ctx.needs_input_grad[2]:
-                    gb = channel_sums(d, scale).to(weight.dtype)
+                    gb = channel_sums(d, scale, dtype == torch.float32 and chunk == 1).to(weight.dtype)
         return gx, gw, gb, *([None] * (11 + len(ctx.counter)))

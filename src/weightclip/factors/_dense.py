@@ -108,6 +108,8 @@ class DenseFunction(torch.autograd.Function):
                 gx = (d @ weight.to(d.dtype)).to(x.dtype)
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
                 scale = dense_scale(x, d, limits, flags, beta if ctx.needs_input_grad[2] else 0.0, dtype, *ctx.counter)
+                if scale is not None and not fits(x, d):  # scaled once for both gradients
+                    x, d, scale = masked(x, scale, False), masked(d, scale, True), None
                 if ctx.needs_input_grad[1]:
                     gw = dense_product(x, d, scale, dtype, chunk).to(weight.dtype)
                 if ctx.needs_input_grad[2]:
