@@ -26,12 +26,13 @@ def test_all_agree(rows: list[AccountantRow]):
     ("change", "words"),
     [
         ({"pld": 2.0}, "below PRV"),
-        ({"pld": 4.0}, "above RDP"),
+        ({"pld": 4.0, "dp_accounting": None}, "above RDP"),
+        ({"dp_accounting": 2.0}, "dp-accounting"),
         ({"opacus_rdp": 4.0}, "Opacus"),
         ({"exact": 3.0}, "exact"),
     ],
 )
-def test_disagreement_is_named(rows: list[AccountantRow], change: dict[str, float], words: str):
+def test_disagreement_is_named(rows: list[AccountantRow], change: dict[str, float | None], words: str):
     row = next(r for r in rows if (r.sigma, r.q, r.steps) == (1.0, 0.01, 2000))
     assert words in replace(row, **change).disagreement
 

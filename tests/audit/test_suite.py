@@ -36,7 +36,7 @@ def report() -> Report:
                     lambda e: 0.1 * math.exp(-e))  # fmt: skip
     return Report(0, True, 1e-5, (1.0,), [Check(FALSIFIER, "x", 0.9, 1.0, False, "", {"layers": [layer]}),
                                           Check(ONE_STEP, "x", math.inf, 1.0, False)],
-                  [caught], [AccountantRow(1.0, 1.0, 1, 1e-5, 4.38, 4.73, None, None, 4.377)])  # fmt: skip
+                  [caught], [AccountantRow(1.0, 1.0, 1, 1e-5, 4.38, 4.73, None, None, None, 4.377)])  # fmt: skip
 
 
 def test_a_sound_report_has_no_failures(report: Report):

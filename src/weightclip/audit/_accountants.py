@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting.pld import PLDAccountant
+
 from weightclip.accounting import Mechanism, epsilon, gdp_epsilon
 
 _PRV_ERROR = 0.01
@@ -29,6 +32,7 @@ class AccountantRow:
         delta: delta.
         pld: Ours by default: privacy loss distributions, an upper bound.
         rdp: Ours as in the paper: Renyi divergences, an upper bound.
+        dp_accounting: dp-accounting's PLD accountant with its default grid; ours chooses its own and adds its rounding.
         opacus_rdp: Opacus, Renyi divergences.
         opacus_prv: Opacus, privacy random variables (upper end of its error interval of 2 * 0.01).
         exact: The Gaussian mechanism's own formula, where q = 1.
@@ -40,6 +44,7 @@ class AccountantRow:
     delta: float
     pld: float
     rdp: float
+    dp_accounting: float | None
     opacus_rdp: float | None
     opacus_prv: float | None
     exact: float | None
@@ -48,14 +53,17 @@ class AccountantRow:
     def disagreement(self) -> str:
         """What does not fit together, in words; empty if all does.
 
-        PLD must not fall below the truth (exact, or PRV's lower end) and must not exceed RDP's bound; our RDP must not
-        fall below Opacus's (it may exceed it at very large epsilon, where the orders differ).
+        PLD must not fall below the truth (exact, or PRV's lower end), must agree with dp-accounting's and must not
+        exceed RDP's bound; our RDP must not fall below Opacus's (it may exceed it at very large epsilon, where the
+        orders differ).
         """
         slack = 1e-3
         if self.exact is not None and not self.exact * (1 - 1e-9) <= self.pld <= self.exact * 1.01 + slack:
             return f"PLD {self.pld:.5g}, exact {self.exact:.5g}"
         if self.opacus_prv is not None and self.pld < self.opacus_prv - 2 * _PRV_ERROR - slack:
             return f"PLD {self.pld:.5g} below PRV {self.opacus_prv:.5g}"
+        if self.dp_accounting is not None and abs(self.pld - self.dp_accounting) > 0.01 * self.dp_accounting + slack:
+            return f"PLD {self.pld:.5g}, dp-accounting {self.dp_accounting:.5g}"
         if self.pld > self.rdp * 1.001 + slack:
             return f"PLD {self.pld:.5g} above RDP {self.rdp:.5g}"
         if self.opacus_rdp is not None and self.rdp < 0.995 * self.opacus_rdp - slack:
@@ -71,10 +79,18 @@ def compare_accountants(
     for sigma, q, steps in grid:
         released = [Mechanism("gaussian", sigma, q, steps)]
         exact = gdp_epsilon(math.sqrt(steps) / sigma, delta) if q == 1 else None
-        rows.append(AccountantRow(sigma, q, steps, delta, epsilon(released, delta), epsilon(released, delta, "rdp"),
-                                  _opacus("rdp", sigma, q, steps, delta), _opacus("prv", sigma, q, steps, delta),
-                                  exact))  # fmt: skip
+        others = (_dp_accounting(sigma, q, steps, delta), _opacus("rdp", sigma, q, steps, delta),
+                  _opacus("prv", sigma, q, steps, delta))  # fmt: skip
+        ours = epsilon(released, delta), epsilon(released, delta, "rdp")
+        rows.append(AccountantRow(sigma, q, steps, delta, *ours, *others, exact))
     return rows
+
+
+def _dp_accounting(sigma: float, q: float, steps: int, delta: float) -> float | None:
+    accountant = PLDAccountant()  # adding or removing one record
+    accountant.compose(PoissonSampledDpEvent(q, GaussianDpEvent(sigma)), steps)
+    value = float(accountant.get_epsilon(delta))
+    return value if math.isfinite(value) else None
 
 
 def _opacus(kind: str, sigma: float, q: float, steps: int, delta: float) -> float | None:
@@ -102,10 +118,21 @@ def write_accountants(rows: Sequence[AccountantRow], folder: Path) -> None:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows({k: ("" if v is None else v) for k, v in asdict(row).items()} for row in rows)
-    head = ("sigma", "q", "steps", "PLD (ours)", "RDP (ours)", "Opacus RDP", "Opacus PRV", "exact", "disagreement")
+    head = (
+        "sigma",
+        "q",
+        "steps",
+        "PLD (ours)",
+        "RDP (ours)",
+        "dp-accounting PLD",
+        "Opacus RDP",
+        "Opacus PRV",
+        "exact",
+        "disagreement",
+    )
     lines = ["| " + " | ".join(head) + " |", "|" + "---:|" * (len(head) - 1) + "---|"]
     for row in rows:
-        numbers = (row.pld, row.rdp, row.opacus_rdp, row.opacus_prv, row.exact)
+        numbers = (row.pld, row.rdp, row.dp_accounting, row.opacus_rdp, row.opacus_prv, row.exact)
         cells = [f"{row.sigma:g}", f"{row.q:g}", f"{row.steps}", *("" if v is None else f"{v:.4g}" for v in numbers)]
         lines.append("| " + " | ".join([*cells, row.disagreement or "none"]) + " |")
     head_line = f"# epsilon at delta = {rows[0].delta:g} by independent accountants"
