@@ -26,8 +26,7 @@ def fits(x: Tensor, d: Tensor) -> bool:
     """Whether the kernel can take these tensors: CUDA, at most float32, and Triton is at hand."""
     if not x.is_cuda or x.dtype not in _DTYPES or d.dtype not in _DTYPES or transforming():
         return False
-    small = max(x[:1].numel(), d[:1].numel(), d.shape[0] * d[:1, :1].numel()) < 2**31 and d.numel() > 0
-    return small and _triton_found()
+    return 0 < d.numel() and _triton_found() and max(x.numel() // x.shape[0], d.numel()) < 2**31
 
 
 def weight_gradient(
@@ -95,7 +94,7 @@ def fused_scale(
         for their rounding holds in this order too; a record with a non-finite factor gets 0.
     """
     out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    x_size, d_size, tiny = x[0].numel(), d[0].numel(), torch.finfo(torch.float32).tiny
+    x_size, d_size, tiny = x.numel() // len(x), d.numel() // len(d), torch.finfo(torch.float32).tiny
     last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
     launch = _kernels().scales[(x.shape[0],)]
     launch(
