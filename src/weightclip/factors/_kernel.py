@@ -26,7 +26,7 @@ def fits(x: Tensor, d: Tensor) -> bool:
     """Whether the kernel can take these tensors: CUDA, at most float32, and Triton is at hand."""
     if not x.is_cuda or x.dtype not in _DTYPES or d.dtype not in _DTYPES or transforming():
         return False
-    return 0 < d.numel() and _triton_found() and max(x.numel() // x.shape[0], d.numel()) < 2**31
+    return d.numel() > 0 and _triton_found() and max(x.numel() // x.shape[0], d.numel()) < 2**31
 
 
 def weight_gradient(
