@@ -79,13 +79,14 @@ def conv_record_norm(
     """Bound of ||(U, beta 1) deltaT||_F of each record, never less than what is formed in type ``product``.
 
     float64 inside, with its own rounding and that of the product added, since positions may cancel; float32 out.
-    ``chunk`` records at a time; by default as many as fill 64 MiB (256 MiB on a device) with U or the gradients.
+    ``chunk`` records at a time; by default as many as fill 64 MiB with U or the gradients (on a device 256 MiB, and
+    at least 32, since launches cost more than memory there).
     """
     kind = cheapest(kind, x, d, geometry)
     if chunk is None:
         patch, places = math.prod(geometry.kernel) * x.shape[1], math.prod(d.shape[2:])
         widest = 8 * max(patch * places, patch * d.shape[1], patch**2 if kind == CHANNEL else places**2)
-        chunk = max(1, ((1 << 28) if x.is_cuda else (1 << 26)) // max(1, widest))
+        chunk = max(32, (1 << 28) // max(1, widest)) if x.is_cuda else max(1, (1 << 26) // max(1, widest))
     parts = []
     for start in range(0, x.shape[0], chunk):
         parts.append(_norm(x[start : start + chunk], d[start : start + chunk], geometry, beta, kind, product))
