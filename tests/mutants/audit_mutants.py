@@ -62,10 +62,13 @@ def mutant(name: str, origin: str, subject: str) -> Callable[[Patch], Patch]:
 
 
 def _around_release(patch: pytest.MonkeyPatch, before: Callable[[Release, int], Callable[[], None] | None]) -> None:
-    """Run ``before(release, step)`` ahead of each release, and what it returns afterwards."""
+    """Run ``before(release, step)`` ahead of each release, and what it returns afterwards.
+
+    Factors of the noise that were computed beforehand are dropped: a mutant may change what they depend on.
+    """
     original = Release.release
 
-    def release(self: Release, sensitivities: torch.Tensor, streams: Streams, step: int) -> None:
+    def release(self: Release, sensitivities: torch.Tensor, streams: Streams, step: int, factors: Any = None) -> None:
         after = before(self, step)
         original(self, sensitivities, streams, step)
         if after is not None:
