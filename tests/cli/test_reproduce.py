@@ -48,7 +48,8 @@ def test_tables_then_report(tmp_path: Path, settings: Path):
     before = (out / "table1.csv").read_bytes()
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert (out / "table1.csv").read_bytes() == before
-    assert json.loads((out / "wall.json").read_text())["tables"]["seconds"] >= 0
+    wall = json.loads((out / "wall.json").read_text())["tables"]
+    assert wall["seconds"] >= 0 and wall["workers"] == 1 and wall["runs_seconds"] > 0
     result = CliRunner().invoke(app, ["report", "--out", str(out)])
     assert result.exit_code == 0 and (out / "report.html").exists()
 

@@ -10,6 +10,7 @@ import pytest
 
 from weightclip.errors import WeightclipError
 from weightclip.study import _search, _settings
+from weightclip.study import data as sets
 from weightclip.study._search import Budget, Chosen, best_variant, search
 from weightclip.study._settings import load_chosen, name_of, parse_name, save_chosen
 from weightclip.study._space import METHODS, PRIVATE, Choice, Range, our_space, paper_space
@@ -117,3 +118,22 @@ def test_names_and_variants(tmp_path: Path):
     assert best_variant({n: with_score(v) for n, v in names.items()}) == "joint-cap+gn"
     save_chosen({"adult": {"dp-sgd": with_score(0.5)}}, TINY, tmp_path / "a" / "b.json")
     assert load_chosen(tmp_path / "a" / "b.json")["adult"]["dp-sgd"].score == 0.5
+
+
+def test_with_group_normalisation_a_search_starts_from_what_is_known(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(_search, "compute_runs", fake_runs([]))
+    store = Store(tmp_path / "s.sqlite")
+    known = {"dp-sgd": search(store, "breast_cancer", "dp-sgd", budget=TINY)}
+    around = _settings.search_one(store, known, "breast_cancer", "dp-sgd", True, TINY)
+    anew = _settings.search_one(store, {}, "breast_cancer", "dp-sgd", True, TINY)
+    assert around.trials == 2 * TINY.each and anew.trials == TINY.trials
+    assert {"group_size", "alpha"} <= set(around.config)
+
+
+def test_the_committed_settings_were_all_found_with_the_same_budget():
+    chosen = load_chosen()
+    assert set(chosen) == set(sets.names())
+    for dataset, entries in chosen.items():
+        assert len(entries) == 2 * len(PRIVATE) + 1, dataset
+        for name, entry in entries.items():
+            assert entry.trials == (16 if parse_name(name)[1] else Budget().trials), (dataset, name)

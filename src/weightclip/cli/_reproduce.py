@@ -73,11 +73,13 @@ def _one_table(store: str, dataset: str, pairs: list[tuple[str, bool]], seeds: i
     table_rows(Store(store), chosen, [dataset], pairs, seeds=seeds, encoding=encoding, accountant=accountant)
 
 
-def _record_wall(folder: Path, name: str, seconds: float) -> None:
-    """Wall times of the commands, for the report."""
+def _record_wall(folder: Path, name: str, seconds: float, workers: int = 1, runs: float | None = None) -> None:
+    """Wall times of the commands, for the report; ``runs``: of all runs behind them, also those found in the store."""
     path = folder / "wall.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    known[name] = {"seconds": round(seconds, 1), "cores": os.cpu_count()}
+    known[name] = {"seconds": round(seconds, 1), "workers": workers, "cores": os.cpu_count()}
+    if runs is not None:
+        known[name]["runs_seconds"] = round(runs, 1)
     path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -120,11 +122,13 @@ def tables(
     judged = verdicts(rows, chosen)
     command = "weightclip reproduce tables" + (" --quick" if quick else "")
     written = write_all(rows, judged, folder, command)
+    spent = sum(row.wall_s * row.seeds for row in rows)
     for encoding, accountant in extra:
         more = table_rows(results, chosen, names, main, seeds=seeds, encoding=encoding, accountant=accountant)
+        spent += sum(row.wall_s * row.seeds for row in more)
         suffix = "public" if encoding == "public" else accountant
         written.append(write_csv(more, folder / f"table1_{suffix}.csv"))
-    _record_wall(folder, "tables", time.perf_counter() - started)
+    _record_wall(folder, "tables", time.perf_counter() - started, workers, spent)
     above = sum(v.above_paper for v in judged)
     better, worse = (sum(v.verdict == word for v in judged) for word in ("above", "below"))
     if as_json:
@@ -169,27 +173,31 @@ def search(
         settings = Path("runs/quick/chosen.json")
     budget = QUICK if quick else Budget()
     order = sorted(names, key=lambda name: -data.describe(name).rows)
-    jobs = [(str(store), str(settings), name, [pair], quick) for pair in pairs for name in order]
-    if workers > 1:
-        _workers(workers, _one_search, jobs)  # every run lands in the store; choosing from it then takes no time
-    chosen = search_all(Store(store), settings, names, pairs, budget, say)
+    chosen = {}
+    for group_norm in (False, True):  # with it, a search starts from what was chosen without
+        part = [pair for pair in pairs if pair[1] == group_norm]
+        if workers > 1:
+            jobs = [(str(store), str(settings), name, *pair, quick) for pair in part for name in order]
+            _workers(workers, _one_search, jobs)  # every run lands in the store; choosing from it then takes no time
+        chosen = search_all(Store(store), settings, names, part, budget, say) if part else chosen
     if as_json:
         typer.echo(json.dumps({d: {n: c.accuracy for n, c in by.items()} for d, by in chosen.items()}))
     else:
         typer.echo(f"chosen settings of {len(names)} data sets and {len(pairs)} methods written to {settings}")
 
 
-def _one_search(store: str, settings: str, dataset: str, pairs: list[tuple[str, bool]], quick: bool) -> None:
+def _one_search(store: str, settings: str, dataset: str, method: str, group_norm: bool, quick: bool) -> None:
     """Worker: the search of one method on one data set."""
     import torch
 
     from weightclip.study._search import QUICK, Budget
-    from weightclip.study._search import search as search_one
+    from weightclip.study._settings import load_chosen, search_one
     from weightclip.study._store import Store
 
     torch.set_num_threads(1)
-    for method, group_norm in pairs:
-        search_one(Store(store), dataset, method, group_norm, QUICK if quick else Budget())
+    path = Path(settings)
+    known = load_chosen(path).get(dataset, {}) if path.exists() else {}
+    search_one(Store(store), known, dataset, method, group_norm, QUICK if quick else Budget())
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
@@ -63,6 +63,22 @@ def save_chosen(chosen: dict[str, dict[str, Chosen]], budget: Budget, path: Path
     path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
+def search_one(
+    store: Store,
+    known: Mapping[str, Chosen],
+    dataset: str,
+    method: str,
+    group_norm: bool,
+    budget: Budget,
+    progress: Callable[[str], None] | None = None,
+) -> Chosen:
+    """Search one method on one data set; with group normalisation around what is ``known`` without it, if it is."""
+    start = known.get(method) if group_norm else None
+    own = budget if start is None else replace(budget, structures=0, parents=GROUPED.parents)
+    config = None if start is None else start.config
+    return search(store, dataset, method, group_norm, own, start=config, progress=progress)
+
+
 def search_all(
     store: Store,
     path: Path,
@@ -80,17 +96,7 @@ def search_all(
     datasets, pairs = list(datasets or sets.names()), list(pairs or combinations())
     for method, group_norm in pairs:
         for dataset in datasets:
-            start = chosen.get(dataset, {}).get(method) if group_norm else None
-            own = budget if start is None else replace(budget, structures=0, parents=GROUPED.parents)
-            found = search(
-                store,
-                dataset,
-                method,
-                group_norm,
-                own,
-                start=None if start is None else start.config,
-                progress=progress,
-            )
+            found = search_one(store, chosen.get(dataset, {}), dataset, method, group_norm, budget, progress)
             if path.exists():  # another worker may have written in the meantime
                 chosen = load_chosen(path)
             chosen.setdefault(dataset, {})[name_of(method, group_norm)] = found
