@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from weightclip.study import _tables
-from weightclip.study._output import markdown, write_all
+from weightclip.study._output import _short, markdown, write_all
 from weightclip.study._report import write_report
 from weightclip.study._search import Chosen
 from weightclip.study._store import Store
@@ -86,6 +86,18 @@ def test_files(rows, tmp_path: Path):
     assert ceiling["epsilon"] == "inf" and ceiling["accountant"] == "none"
     assert json.loads(written[1].read_text())["rows"][0]["accuracies"]
     assert "**.854**" in markdown(rows, judged, "x") or "**.855**" in markdown(rows, judged, "x")
+
+
+def test_a_claimed_epsilon_is_not_ranked(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(LEVELS, "lip-published", 0.99)
+    monkeypatch.setattr(_tables, "compute_runs", fake)
+    rows = table_rows(Store(tmp_path / "s.sqlite"), chosen(), ["dropout"], PAIRS, seeds=6)
+    marks = {(r.method, r.group_norm): r.mark for r in rows}
+    assert marks["lip-published", False] == "" and marks["lip-factors", False] == "best"
+
+
+def test_numbers_in_short():
+    assert [_short(x) for x in (0.9998, 1.0, 0.8504, 0.0004, 1.275)] == ["1.000", "1.000", ".850", ".000", "1.275"]
 
 
 def test_report_stands_alone(rows, tmp_path: Path):

@@ -83,9 +83,14 @@ def write_json(rows: Sequence[TableRow], judged: Sequence[Verdict], path: Path, 
 def _cell(row: TableRow | None) -> str:
     if row is None:
         return ""
-    text = f".{round(1000 * row.median):03d}" if row.median < 1 else "1.000"
+    text = _short(row.median)
     text = {"best": f"**{text}**", "tied": f"<u>{text}</u>"}.get(row.mark, text)
-    return text + (f" ± {row.sd:.3f}".replace("0.", ".") if row.seeds > 1 and row.sd > 0 else "")
+    return text + (f" ± {_short(row.sd)}" if row.seeds > 1 and row.sd > 1e-9 else "")
+
+
+def _short(value: float) -> str:
+    """Three digits, without the zero before the point."""
+    return f"{value:.3f}".removeprefix("0")
 
 
 def markdown(rows: Sequence[TableRow], judged: Sequence[Verdict], command: str) -> str:
@@ -97,8 +102,9 @@ def markdown(rows: Sequence[TableRow], judged: Sequence[Verdict], command: str) 
         f"<!-- made by `{command}` -->",
         "",
         f"Median test accuracy over {seeds} seeds ± standard deviation, at the paper's ε (RDP) and δ = 1/n. **Bold**: "
-        "best private method; <u>underlined</u>: not significantly below it (Wilcoxon signed-rank, 5%). The printed "
-        "algorithms only *claim* their ε. Feature statistics come from the data and the choice of settings is not "
+        "best method whose ε holds; <u>underlined</u>: not significantly below it (Wilcoxon signed-rank, 5%). The "
+        "printed algorithms only *claim* their ε and are not ranked. Feature statistics come from the data and the "
+        "choice of settings is not "
         "charged, as in the paper: neither is covered by ε.",
         "",
     ]
@@ -114,7 +120,7 @@ def markdown(rows: Sequence[TableRow], judged: Sequence[Verdict], command: str) 
             lines.append(f"| {LABELS[method]} | " + " | ".join(cells) + " |")
         for place, label in ((0, "DP-SGD"), (1, "Lip-DP-SGD"), (2, "Fix-Lip-DP-SGD")):
             values = [(printed(d).grouped if group_norm else printed(d).plain)[place] for d in datasets]
-            cells = [f"{v:.3f}".replace("0.", ".") for v in values]
+            cells = [_short(v) for v in values]
             lines.append(f"| *paper: {label}* | " + " | ".join(cells) + " |")
         lines.append("")
     lines += ["### Beyond accuracy (mean over seeds, without group normalisation): AUC / log-loss / ECE", ""]
@@ -122,7 +128,7 @@ def markdown(rows: Sequence[TableRow], judged: Sequence[Verdict], command: str) 
     for method in METHODS:
         mine = [found.get((d, method, False)) for d in datasets]
         if any(mine):
-            cells = [f"{r.auc:.3f} / {r.log_loss:.3f} / {r.ece:.3f}".replace("0.", ".") if r else "" for r in mine]
+            cells = [" / ".join(_short(v) for v in (r.auc, r.log_loss, r.ece)) if r else "" for r in mine]
             lines.append(f"| {LABELS[method]} | " + " | ".join(cells) + " |")
     lines += ["", "### The sound method, variant chosen on validation, against the paper and equally tuned DP-SGD", ""]
     lines += ["| data set | variant | median | 95% interval | paper's best Lip | DP-SGD | p | verdict |"]

@@ -56,7 +56,7 @@ class TableRow:
         q: Sampling rate.
         validation: Mean validation accuracy at which the settings were chosen.
         wall_s: Seconds per run.
-        mark: "best", "tied" (not significantly below the best) or "", among the private methods of the data set.
+        mark: "best", "tied" (not significantly below the best) or "", among the data set's methods whose ε holds.
         accuracies: By seed.
         config: The settings.
     """
@@ -157,7 +157,8 @@ def _summarise(
 ) -> list[TableRow]:
     prepared = prepare(dataset, encoding)
     accuracies = {pair: np.array([v["accuracy"] for v in values]) for pair, values in raw.items()}
-    private = {pair: a for pair, a in accuracies.items() if pair[0] not in ("majority", "non-private")}
+    # the printed algorithms only claim their epsilon: they are not ranked among those that keep it
+    private = {pair: a for pair, a in accuracies.items() if pair[0] in ("dp-sgd", *SOUND)}
     leader = max(private, key=lambda pair: float(np.median(private[pair])), default=None)
     rows = []
     for (method, group_norm), values in raw.items():
@@ -166,7 +167,7 @@ def _summarise(
         trained = method not in ("majority", "non-private")
         p = wilcoxon_p(a, base) if trained and method != "dp-sgd" and base is not None else None
         mark = ""
-        if leader is not None and trained:
+        if leader is not None and (method, group_norm) in private:
             same = (method, group_norm) == leader
             mark = "best" if same else "tied" if wilcoxon_p(a, private[leader]) > LEVEL else ""
         first = values[0]
