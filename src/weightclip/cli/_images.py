@@ -1,10 +1,10 @@
-"""`weightclip reproduce images` and `reproduce runtime`: the image half of the paper's experiments."""
+"""`weightclip reproduce images`, `convolutions` and `runtime`: the image half of the paper's experiments."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -91,6 +91,77 @@ def runtime(
     typer.echo(json.dumps({"files": [str(out / "runtime.csv"), str(path)]}) if as_json else f"written to {out}")
 
 
+def convolutions(
+    out: OutOption = _OUT,
+    logs: Annotated[Path, typer.Option(help="Folder of the trials; finished trials in it are not made again.")] = Path(
+        "runs/convolutions"
+    ),
+    dataset: Annotated[str, typer.Option(help="mnist, fashion_mnist or cifar10.")] = "cifar10",
+    network: Annotated[str, typer.Option(help="small-cnn, scattering+cnn or wrn-16-4.")] = "small-cnn",
+    bounds: Annotated[str, typer.Option(help="Comma-separated ways of bounding; caps and Opacus by default.")] = (
+        "free,late,exact,opacus"
+    ),
+    epsilons: Annotated[str, typer.Option(help="Comma-separated.")] = "3",
+    trials: Annotated[int, typer.Option(help="Settings tried for each row; 1 chooses nothing.", min=1, max=4)] = 4,
+    seeds: Annotated[int, typer.Option(help="Seeds of each chosen setting.", min=1)] = 5,
+    change: Annotated[list[str] | None, typer.Option(help="A field of every setting, as name=value.")] = None,
+    cost: Annotated[int, typer.Option(help="Instead, time a step of each bound with this batch.", min=0)] = 0,
+    limit: Annotated[int | None, typer.Option(help="Use only so many records (for a first look).", min=200)] = None,
+    audit: Annotated[bool, typer.Option(help="Audit every network and bound of the results already there.")] = False,
+    device: DeviceOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Convolutional networks by the engine and by Opacus: accuracy at an epsilon, and what a tighter cap costs."""
+    from weightclip.study.images import _audit
+    from weightclip.study.images._convolutions import CHOSEN, Cell, ConvStudy, collect, write_costs
+    from weightclip.study.images._convolutions import cost as measure
+    from weightclip.study.images._nets import NETWORKS
+    from weightclip.study.images._training import BOUNDS
+
+    ways = _names(bounds, tuple(BOUNDS), "bounds")
+    _names(network, tuple(NETWORKS), "network")
+    changes = _changes(change or [])
+    if limit is not None and out == _OUT:
+        out = Path("runs/quick/images")  # a first look never replaces results
+    out.mkdir(parents=True, exist_ok=True)
+    if audit:
+        rows = _audit.audit_networks(out)
+        worst = max((max(r["falsifier"], r["one_step"]) for r in rows if "bound" in r), default=0.0)
+        typer.echo(json.dumps({"largest": worst}) if as_json else f"largest share of a bound that was found: {worst}")
+        return
+    study = ConvStudy(dataset, logs, _device(device), limit=limit, say=lambda line: typer.echo(line, err=True))
+    if cost:
+        data = study.pictures(network)[0]
+        write_costs(
+            out, measure(data, dataset, network, ["plain", *(b for b in ways if b != "plain")], cost, **changes)
+        )
+        typer.echo(f"written to {out / 'conv_cost.csv'}")
+        return
+    entries = []
+    for epsilon in (float(e) for e in epsilons.split(",")):
+        for way in ways:
+            level = None if way == "plain" else epsilon
+            entries.append(study.run(Cell(network, way, level, trials, seeds, tuple(changes.items())), watch=5))
+            collect(entries, out)
+    typer.echo(json.dumps({"files": [str(out / CHOSEN)]}) if as_json else f"written to {out}")
+
+
+def _changes(texts: list[str]) -> dict[str, Any]:
+    """Fields of `ConvSettings` given as name=value, in the type of their default."""
+    from weightclip.study.images._training import ConvSettings
+
+    fields = ConvSettings().to_dict()
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in fields or not value:
+            raise typer.BadParameter(f"{text!r}: name one of {', '.join(fields)} as name=value", param_hint="--change")
+        default = fields[name]
+        kind = float if default is None else type(default)
+        found[name] = value == "true" if isinstance(default, bool) else kind(value)
+    return found
+
+
 def _names(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()] or list(allowed)
     for name in names:
@@ -100,6 +171,7 @@ def _names(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
 
 
 def register(app: typer.Typer) -> None:
-    """Add both commands to the `reproduce` application."""
+    """Add the commands to the `reproduce` application."""
     app.command()(images)
+    app.command()(convolutions)
     app.command()(runtime)

@@ -84,7 +84,7 @@ def audit_results(folder: Path) -> list[dict[str, Any]]:
         if not isinstance(entries, list) or path.name == "audit.json":
             continue
         for entry in entries:
-            if entry["shares"] is None:
+            if entry.get("shares") is None:  # not private, or a convolutional network: `_audit`
                 continue
             result = audit_head(HeadSettings.from_dict(entry["settings"]))
             cell = {k: entry[k] for k in ("dataset", "model", "method", "epsilon")}

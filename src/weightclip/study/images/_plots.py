@@ -25,6 +25,8 @@ STYLES = {
     "fix-lip": ("Fix-Lip", "#E69F00", "v"),
     "dp-sgd": ("DP-SGD", "#555555", "D"),
 }
+# Part of the model's name -> (label, line)
+HEADS = {"+linear": ("linear head", "-"), "+mlp": ("hidden layer", "--"), "cnn": ("convolutions", ":")}
 _MARKS = {"best published": "*", "De et al. 2022": "*", "Tramèr & Boneh 2021": "P", "DP-RandP 2023": "X",
           "lip-dp 2024": "p"}  # fmt: skip
 
@@ -50,16 +52,16 @@ def accuracy_figure(table: Path, out: Path) -> Path:
     figure, axes = plt.subplots(1, len(sets), figsize=(4.6 * len(sets), 4.6), squeeze=False, layout="constrained")
     handles: dict[str, Any] = {}
     for axis, dataset in zip(axes[0], sets, strict=True):
-        for head, line in (("linear", "-"), ("mlp", "--")):
+        for head, (kind, line) in HEADS.items():
             for method, (label, colour, marker) in STYLES.items():
                 points = sorted(
                     (float(r["epsilon"]), float(r["median"]), float(r["sem"] or 0))
                     for r in rows
-                    if r["dataset"] == dataset and r["method"] == method and f"+{head}" in r["model"]
+                    if r["dataset"] == dataset and r["method"] == method and head in r["model"]
                 )
                 if points:
                     x, y, error = zip(*points, strict=True)
-                    name = f"{label}, {'linear head' if head == 'linear' else 'hidden layer'}"
+                    name = f"{label}, {kind}"
                     style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 5, "capsize": 2}
                     handles.setdefault(name, axis.errorbar(x, y, error, **style))
         best = [float(r["median"]) for r in rows if r["dataset"] == dataset and r["method"] == "non-private"]
