@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def products(
-    x, d, scale, out, channels, height, width, outs, high, wide, total, share, columns,
+    x, d, scale, out, channels, height, width, outs, HIGH: tl.constexpr, WIDE: tl.constexpr, total, share, columns,
     xn, xc, xh, xw, dn, dc, dh, dw,
     KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     DIL_H: tl.constexpr, DIL_W: tl.constexpr, SCALED: tl.constexpr, CHANNELS_LAST: tl.constexpr,
@@ -28,9 +28,9 @@ def products(
     first = tl.program_id(2) * share
     for start in range(first, min(first + share, total), DEPTH):
         k = start + tl.arange(0, DEPTH)
-        n = k // (high * wide)
-        i = k % (high * wide) // wide
-        j = k % wide
+        n = k // (HIGH * WIDE)
+        i = k % (HIGH * WIDE) // WIDE
+        j = k % WIDE
         here = k < total
         record = n.to(tl.int64)
         if SCALED:
