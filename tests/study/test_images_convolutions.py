@@ -16,11 +16,13 @@ from typer.testing import CliRunner
 
 import weightclip as wc
 from weightclip.cli import _images
-from weightclip.study.images import _audit, _convolutions, _features, _nets
+from weightclip.study.images import _audit, _convolutions, _design, _features, _nets
 from weightclip.study.images._audit import audit_network, audit_networks
 from weightclip.study.images._augment import augment
 from weightclip.study.images._convolutions import Cell, ConvStudy, collect, proposals, read_finals
+from weightclip.study.images._design import allocation_accuracy, allocation_rows, design_study, tightness
 from weightclip.study.images._nets import Pictures, build, late_layers, layer_norms
+from weightclip.study.images._plots import caps_figure
 from weightclip.study.images._training import BOUNDS, ConvSettings, accuracy, bounds_for, run_seed, train
 
 pytestmark = [
@@ -208,11 +210,17 @@ def test_a_cell_is_chosen_on_validation_and_tested_once(tmp_path: Path, monkeypa
     caps, public = table(tmp_path / "caps.csv"), table(tmp_path / "accuracy.csv")
     assert [r["bound"] for r in caps] == ["exact", "plain"] and caps[0]["seeds"] == "2"
     assert [(r["method"], r["epsilon"]) for r in public] == [("caps", "8")]  # nothing was chosen for the other one
+    study.run(Cell("small-cnn", "free", 8.0, trials=1, seeds=1), watch=2)
+    collect(read_finals(tmp_path), tmp_path)
     tight = table(tmp_path / "conv_tightness.csv")
-    assert {r["step"] for r in tight} <= {"0", "1"}
+    assert {r["step"] for r in tight} == {"0", "1"} and {r["layer"] for r in tight} >= {"features.0", "classifier.2"}
+    picture = caps_figure(tmp_path / "caps.csv", tmp_path / "conv_tightness.csv", tmp_path / "caps.png")
+    assert picture.stat().st_size > 10_000
+    assert len(table(tmp_path / "caps.csv")) == 3
     monkeypatch.setattr(_audit, "audit_network", functools.partial(_audit.audit_network, restarts=2, steps=2))
     rows = audit_networks(tmp_path)
-    assert [r["bound"] for r in rows] == ["exact"] and max(rows[0]["falsifier"], rows[0]["one_step"]) <= 1 + 1e-6
+    assert [r["bound"] for r in rows] == ["exact", "free"]
+    assert all(0.5 < r["falsifier"] <= 1 + 1e-6 and r["one_step"] <= 1 + 1e-6 for r in rows)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,3 +246,36 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_audit_of_a_network(network: str, bound: str) -> None:
     found = audit_network(ConvSettings(network, bound), restarts=2, steps=4)
     assert 0.5 < found["falsifier"] <= 1 + 1e-6 and found["one_step"] <= 1 + 1e-6
+
+
+# -- design ---------------------------------------------------------------------------------------------------------
+
+
+def test_bounds_of_every_design_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_design, "load_images", fake_images)
+    names = [("base", "4 convolutions 3x3, tanh, average pooling"), ("pooling", "max 2x2, stride 2"), ("depth", "6")]
+    monkeypatch.setattr(_design, "VARIANTS", {n: _design.VARIANTS[n] for n in names})
+    rows = design_study(tmp_path, records=6, say=lambda line: None)
+    assert [r["layers"] for r in rows] == [4, 4, 6] and len(table(tmp_path / "allocation.csv")) == 20
+    for row in rows:
+        numbers = {k: float(v) for k, v in row.items() if "_" in k}
+        for place in ("first", "last"):
+            assert 1 <= numbers[f"channel_{place}"] <= numbers[f"free_{place}"] <= numbers[f"weights_{place}"]
+    assert float(rows[2]["weights_first"]) > float(rows[0]["weights_first"])  # gains multiply
+    x = torch.randn(4, 1, 28, 28)
+    model = _design.network(2)
+    model(x)
+    half, whole = (tightness(model, x, torch.arange(4), radius=r) for r in (0.5, 1.0))
+    assert half != whole
+
+
+def test_allocations_share_one_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = allocation_rows(torch.randn(4, 1, 28, 28), torch.arange(4))
+    total = {}
+    for r in rows:  # sum over layers of (threshold/s)^2 = 1/sigma^2 = 1
+        share = float(r["parameters"]) / float(r["noise_over_threshold"]) ** 2
+        total[r["allocation"]] = total.get(r["allocation"], 0.0) + share
+    assert total == pytest.approx(dict.fromkeys(total, 1.0), rel=1e-3) and len(total) == 4
+    monkeypatch.setattr(_design, "load_images", fake_images)
+    found = allocation_accuracy(tmp_path, records=80, batch=60, steps=1, seeds=1, say=lambda line: None)
+    assert len(found) == 3 and len(table(tmp_path / "allocation_accuracy.csv")) == 3

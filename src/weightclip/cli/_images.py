@@ -108,6 +108,10 @@ def convolutions(
     cost: Annotated[int, typer.Option(help="Instead, time a step of each bound with this batch.", min=0)] = 0,
     limit: Annotated[int | None, typer.Option(help="Use only so many records (for a first look).", min=200)] = None,
     audit: Annotated[bool, typer.Option(help="Audit every network and bound of the results already there.")] = False,
+    figure: Annotated[bool, typer.Option(help="Draw the figure only, from the results already there.")] = False,
+    design: Annotated[
+        bool, typer.Option(help="Instead, how a network's design moves its bounds (no training).")
+    ] = False,
     device: DeviceOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -115,7 +119,9 @@ def convolutions(
     from weightclip.study.images import _audit
     from weightclip.study.images._convolutions import CHOSEN, Cell, ConvStudy, collect, write_costs
     from weightclip.study.images._convolutions import cost as measure
+    from weightclip.study.images._design import design_study
     from weightclip.study.images._nets import NETWORKS
+    from weightclip.study.images._plots import caps_figure
     from weightclip.study.images._training import BOUNDS
 
     ways = _names(bounds, tuple(BOUNDS), "bounds")
@@ -128,6 +134,13 @@ def convolutions(
         rows = _audit.audit_networks(out)
         worst = max((max(r["falsifier"], r["one_step"]) for r in rows if "bound" in r), default=0.0)
         typer.echo(json.dumps({"largest": worst}) if as_json else f"largest share of a bound that was found: {worst}")
+        return
+    if figure or design:
+        if design:
+            design_study(out, say=lambda line: typer.echo(line, err=True))
+        if figure:
+            caps_figure(out / "caps.csv", out / "conv_tightness.csv", out / "caps.png")
+        typer.echo(f"written to {out}")
         return
     study = ConvStudy(dataset, logs, _device(device), limit=limit, say=lambda line: typer.echo(line, err=True))
     if cost:

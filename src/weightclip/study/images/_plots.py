@@ -115,3 +115,57 @@ def runtime_figure(table: Path, out: Path) -> Path:
     figure.savefig(out, dpi=150)
     plt.close(figure)
     return out
+
+
+# Way of bounding -> colour, the same in every panel.
+WAYS = {"free": "#0072B2", "channel": "#56B4E9", "late": "#009E73", "exact": "#CC79A7", "opacus": "#555555"}
+
+
+def caps_figure(caps: Path, tightness: Path, out: Path) -> Path:
+    """Accuracy against the time of a step, and how far the cheap bounds lie above the exact norm, layer by layer."""
+    plt = _pyplot()
+    from matplotlib import ticker
+
+    rows = [r for r in _read(caps) if r["cost"] and r["bound"] in WAYS]
+    cells = sorted({(r["dataset"], r["model"], r["epsilon"]) for r in rows})
+    cells = [c for c in cells if sum((r["dataset"], r["model"], r["epsilon"]) == c for r in rows) > 1]
+    looks = _read(tightness)
+    models = list(dict.fromkeys((r["dataset"], r["model"]) for r in looks))
+    figure, axes = plt.subplots(1, 1 + len(models), figsize=(3.6 * (1 + len(models)), 3.8), layout="constrained")
+    marks = dict(zip(cells, "osD^v", strict=False))
+    for cell, mark in marks.items():
+        for r in rows:
+            if (r["dataset"], r["model"], r["epsilon"]) == cell:
+                axes[0].scatter(float(r["cost"]), float(r["median"]), marker=mark, color=WAYS[r["bound"]], s=45)
+    for way, colour in WAYS.items():
+        if any(r["bound"] == way for r in rows):
+            axes[0].scatter([], [], color=colour, label=way)
+    for (_, model, epsilon), mark in marks.items():
+        axes[0].scatter([], [], color="white", edgecolors="black", marker=mark, label=f"{model}, ε = {epsilon}")
+    axes[0].set(xlabel="time of a step / plain training", ylabel="test accuracy, %", title="CIFAR-10")
+    if marks:
+        axes[0].legend(frameon=False, fontsize=7)
+    for axis, (dataset, model) in zip(axes[1:], models, strict=True):
+        mine = [r for r in looks if (r["dataset"], r["model"]) == (dataset, model)]
+        first = (mine[0]["bound"], mine[0]["epsilon"])
+        mine = [r for r in mine if (r["bound"], r["epsilon"]) == first]
+        steps = sorted({int(r["step"]) for r in mine})
+        for step, alpha in ((steps[0], 0.45), (steps[-1], 1.0)):
+            layers = [r for r in mine if int(r["step"]) == step]
+            for kind in ("free", "channel"):
+                ratio = [float(r[kind]) / max(float(r["exact"]), 1e-12) for r in layers]
+                axis.plot(range(1, len(ratio) + 1), ratio, marker="o", markersize=4, color=WAYS[kind], alpha=alpha,
+                          label=f"{kind}, step {step}")  # fmt: skip
+        axis.set(title=f"{model}, {TITLES[dataset]}", xlabel="layer", yscale="log")
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
+        axis.axhline(1.0, color="#999999", linewidth=1)
+        axis.legend(frameon=False, fontsize=7)
+    axes[1].set_ylabel("bound / exact norm (medians)")
+    for axis in axes:
+        axis.grid(alpha=0.25)
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+    return out
