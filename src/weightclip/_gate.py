@@ -80,6 +80,8 @@ class InputProjection:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if is_plain():
             return None
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # the usual case
+            return (self._project(args[0]),), kwargs
         return pytree.tree_map_only(Tensor, self._project, (args, kwargs))
 
     def _project(self, x: Tensor) -> Tensor:
@@ -96,7 +98,9 @@ class ShapeGuard:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not is_plain() and torch.is_grad_enabled():
-            refuse_other_shapes(self.shapes, pytree.tree_leaves((args, kwargs)))
+            usual = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+            leaves = args if usual else pytree.tree_leaves((args, kwargs))
+            refuse_other_shapes(self.shapes, leaves)
 
 
 @dataclass

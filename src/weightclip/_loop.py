@@ -64,7 +64,7 @@ class TrainingLoop:
     _sensitivities: Tensor
     _factors: Tensor | None  # of the noise, where they were computed with the sensitivities
     _recorder: Recorder
-    _constants: dict[Any, tuple[Tensor, Tensor]]  # sensitivities that do not depend on weights
+    _constants: dict[Any, tuple[Tensor, Tensor | None]]  # sensitivities that do not depend on weights
     _autocast: torch.dtype | None
     _info: BatchInfo | None
     _collecting: bool = False
@@ -171,7 +171,7 @@ class TrainingLoop:
         if often and (huge or not bool(finite)):
             raise ContractError(_NOT_FINITE)
 
-    def _recorded(self) -> tuple[Tensor, Tensor]:
+    def _recorded(self) -> tuple[Tensor, Tensor | None]:
         """Sensitivities and factors of the noise on a device: recorded, and replayed while nothing but values changes.
 
         The key holds what the evaluation reads besides the values of weights and buffers: the graph of the present
@@ -182,8 +182,10 @@ class TrainingLoop:
         if constant in self._constants:
             return self._constants[constant]
 
-        def work() -> tuple[Tensor, Tensor]:
+        def work() -> tuple[Tensor, Tensor | None]:
             sensitivities = self._release.sensitivities(self._evaluate())
+            if sensitivities.device.type == "cpu":
+                return sensitivities, None
             with torch.no_grad():
                 return sensitivities, self._release.factors(sensitivities)
 
