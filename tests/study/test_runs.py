@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from weightclip import accounting
+from weightclip._fast_mlp import Settings, Softmax
+from weightclip._fast_mlp._data import Data
+from weightclip._streams import Streams
 from weightclip.errors import WeightclipError
+from weightclip.published import OpacusDPSGD
 from weightclip.study._paper import PRINTED, best_lip, paper_accuracy, printed
 from weightclip.study._runs import compute_runs, evaluate, prepare, run_key, settings_of
 from weightclip.study._space import PRINTED_METHODS, PRIVATE, our_space, paper_space
+from weightclip.study._stacked import StudyStack
 
 RNG = np.random.default_rng(0)
 
@@ -47,6 +53,30 @@ def test_dp_sgd_is_flat_clipping_without_our_extras():
     assert s.joint_cap == small("dp-sgd")["clip"]
     assert s.input_radius is None and s.cap is None and s.temperature == 1 and s.bias_scale == 1
     assert s.weight_norm is None
+
+
+def test_dp_sgd_walks_the_path_of_opacus():
+    """Full batches without noise: six Adam steps of the study's DP-SGD and of Opacus end at the same weights."""
+    pytest.importorskip("opacus")
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(40, 5)).astype(np.float32), rng.integers(0, 3, 40)
+    settings = Settings(hidden=(8,), batch=40, epochs=6, lr=0.05, input_radius=None, joint_cap=0.4)
+    data = Data(X, y, Softmax(3), None, 1, torch.device("cpu"))
+    stack = StudyStack(data, [settings], [Streams.seeded(0)], Softmax(3), [None])
+    stack.start(None)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    layers = [model[0], model[2]]
+    with torch.no_grad():
+        for layer, (w, b) in zip(layers, stack.params, strict=True):
+            layer.weight.copy_(w[0, 0])
+            layer.bias.copy_(b[0, 0])
+    for step in range(6):
+        stack.step(step)
+    theirs = OpacusDPSGD(model, 0.4, 0.0, batch_size=40, learning_rate=0.05)
+    theirs.fit(torch.as_tensor(X), torch.as_tensor(y), steps=6)
+    for layer, (w, b) in zip(layers, stack.params, strict=True):
+        assert torch.allclose(layer.weight.double(), w[0, 0], atol=1e-4)
+        assert torch.allclose(layer.bias.double(), b[0, 0], atol=1e-4)
 
 
 def test_no_noise_is_better_and_majority_is_the_floor():
