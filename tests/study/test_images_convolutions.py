@@ -137,6 +137,16 @@ def test_every_way_of_bounding_learns_without_noise(bound: str) -> None:
             assert row["largest"] <= row["sensitivity"]
 
 
+@pytest.mark.parametrize("network,bound", [("scattering+cnn", "late"), ("wrn-10-1", "free"), ("wrn-10-1", "factors")])
+def test_tiny_versions_of_every_network_train(network: str, bound: str) -> None:
+    data = pictures(network, 12)
+    done = train(data, ConvSettings(network, bound, 10, 1), 0.05)
+    before = build(network, 1, 0).state_dict()
+    after = done.model.state_dict()
+    assert all(torch.isfinite(v).all() and not torch.equal(v, before[k]) for k, v in after.items())
+    assert 0 <= accuracy(done.model, data) <= 100
+
+
 def test_runs_repeat_and_share_no_noise() -> None:
     data = pictures()
     settings = ConvSettings("small-cnn", "free", 60, 2)
