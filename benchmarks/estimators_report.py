@@ -56,7 +56,8 @@ def picture(rows: pd.DataFrame, path: Path) -> None:
         for name, marker in zip(DRAWN, ("o", "D", "s", "^", "|"), strict=True):
             part = shown[shown["estimator"] == name]
             label = COLUMNS[name] if name not in DRAWN[:2] else f"LipDPClassifier, {COLUMNS[name]}"
-            axis.plot(part[metric], [sets.index(d) for d in part["dataset"]], marker, label=label, alpha=0.8)
+            axis.plot(part[metric], [sets.index(d) for d in part["dataset"]], marker, label=label, alpha=0.8,
+                      zorder=3 if name == DRAWN[0] else 2)  # fmt: skip
         axis.set_xlabel({"accuracy": "accuracy", "auc": "area under the curve"}[metric])
         axis.set_yticks(range(len(sets)), sets)
         axis.grid(axis="y", alpha=0.3)
