@@ -20,7 +20,13 @@ from weightclip.study.images import _audit, _convolutions, _design, _features, _
 from weightclip.study.images._audit import audit_network, audit_networks
 from weightclip.study.images._augment import augment
 from weightclip.study.images._convolutions import Cell, ConvStudy, collect, proposals, read_finals
-from weightclip.study.images._design import allocation_accuracy, allocation_rows, design_study, tightness
+from weightclip.study.images._design import (
+    allocation_accuracy,
+    allocation_rows,
+    design_study,
+    recipe_accuracy,
+    tightness,
+)
 from weightclip.study.images._nets import Pictures, build, late_layers, layer_norms
 from weightclip.study.images._plots import caps_figure
 from weightclip.study.images._training import BOUNDS, ConvSettings, accuracy, bounds_for, run_seed, train
@@ -287,5 +293,8 @@ def test_allocations_share_one_budget(monkeypatch: pytest.MonkeyPatch, tmp_path:
         total[r["allocation"]] = total.get(r["allocation"], 0.0) + share
     assert total == pytest.approx(dict.fromkeys(total, 1.0), rel=1e-3) and len(total) == 4
     monkeypatch.setattr(_design, "load_images", fake_images)
-    found = allocation_accuracy(tmp_path, records=80, batch=60, steps=1, seeds=1, say=lambda line: None)
+    short = {"records": 80, "batch": 60, "steps": 1, "seeds": 1, "say": lambda line: None}
+    found = allocation_accuracy(tmp_path, **short)
     assert len(found) == 3 and len(table(tmp_path / "allocation_accuracy.csv")) == 3
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)  # the compiler has tests of its own
+    assert [r["variant"] for r in recipe_accuracy(tmp_path, **short)] == ["float32", "bf16", "compiled", "two views"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from weightclip.study.images._training import ConvSettings, accuracy, train
 
 COLUMNS = ("choice", "value", "layers", "weights_first", "weights_last", "free_first", "free_last", "channel_first",
            "channel_last")  # fmt: skip
-ACCURACY_COLUMNS = ("allocation", "bound", "records", "batch", "steps", "sigma", "seeds", "median", "lowest", "highest")
+RUN_COLUMNS = ("variant", "bound", "records", "batch", "steps", "sigma", "seeds", "median", "lowest", "highest",
+               "ms_per_step", "device")  # fmt: skip
 NOISE_COLUMNS = ("allocation", "layer", "parameters", "threshold", "noise_over_threshold", "share_of_variance")
 _WIDTH = 16
 
@@ -135,25 +137,38 @@ def allocation_rows(x: Tensor, y: Tensor) -> list[dict[str, Any]]:
     return rows
 
 
-def allocation_accuracy(
-    out: Path, records: int = 4000, batch: int = 250, steps: int = 80, sigma: float = 1.5, seeds: int = 3,
-    say: Callable[[str], None] = print,
+def short_runs(
+    path: Path, variants: Mapping[str, Mapping[str, Any]], *, records: int = 4000, batch: int = 250, steps: int = 80,
+    sigma: float = 1.5, seeds: int = 3, device: str = "cpu", say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The small CNN on a part of Fashion-MNIST under exact caps, the same noise multiplier for every allocation."""
+    """The small CNN on a part of Fashion-MNIST under caps, the same noise for every variant; one row each."""
     parts = []
     for split, count in (("train", records), ("test", 2000)):
-        images, labels = (torch.from_numpy(a[:count].copy()) for a in load_images("fashion_mnist", split))
+        images, labels = (torch.from_numpy(a[:count].copy()).to(device) for a in load_images("fashion_mnist", split))
         parts.append(Pictures.load(images, labels, "small-cnn"))
-    rows = []
-    for name in ALLOCATIONS:
-        settings = ConvSettings("small-cnn", "exact", batch, steps, 6e-3, quantile=0.7, allocation=name)
-        found = sorted(
-            accuracy(train(parts[0], settings, sigma, seed, f"allocation/{name}").model, parts[1])
-            for seed in range(seeds)
-        )
-        numbers = [f"{v:.2f}" for v in (statistics.median(found), found[0], found[-1])]
-        values = (name, "exact", records, batch, steps, sigma, seeds, *numbers)
-        rows.append(dict(zip(ACCURACY_COLUMNS, values, strict=True)))
+    base = ConvSettings("small-cnn", "exact", batch, steps, 6e-3, quantile=0.7)
+    rows: list[dict[str, Any]] = []
+    for name, changes in variants.items():
+        settings, found, pace = replace(base, **changes), [], []
+        for seed in range(seeds):
+            done = train(parts[0], settings, sigma, seed, f"{path.stem}/{name}")
+            found.append(accuracy(done.model, parts[1]))
+            pace.append(done.step_ms)
+        numbers = [f"{v:.2f}" for v in (statistics.median(found), min(found), max(found))]
+        where = torch.cuda.get_device_name() if device.startswith("cuda") else device
+        values = (name, settings.bound, records, batch, steps, sigma, seeds, *numbers, f"{min(pace):.4g}", where)
+        rows.append(dict(zip(RUN_COLUMNS, values, strict=True)))
         say(str(rows[-1]))
-        write_table(out / "allocation_accuracy.csv", rows, ACCURACY_COLUMNS)
+        write_table(path, rows, RUN_COLUMNS)
     return rows
+
+
+def allocation_accuracy(out: Path, **options: Any) -> list[dict[str, Any]]:
+    """Accuracy under every allocation: allocation_accuracy.csv."""
+    return short_runs(out / "allocation_accuracy.csv", {name: {"allocation": name} for name in ALLOCATIONS}, **options)
+
+
+def recipe_accuracy(out: Path, **options: Any) -> list[dict[str, Any]]:
+    """Accuracy in float32, in bfloat16 autocast, compiled, and with two views of each record: recipes.csv."""
+    recipes = {"float32": {}, "bf16": {"bf16": True}, "compiled": {"compiled": True}, "two views": {"views": 2}}
+    return short_runs(out / "recipes.csv", {k: {"bound": "free", **v} for k, v in recipes.items()}, **options)
