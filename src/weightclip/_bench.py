@@ -56,6 +56,7 @@ def models() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]]:
         "mlp": (lambda: MLP(105, hidden=(16,), out_features=2), (105,), 2),
         "convnet": (ConvNet, (1, 28, 28), 10),
         "wrn-16-4": (lambda: WideResNet(16, 4), (3, 32, 32), 10),
+        "mlp-deep": (lambda: MLP(105, hidden=(64,) * 32, out_features=2), (105,), 2),
         "mlp-4096": (lambda: MLP(1024, hidden=(4096, 4096), out_features=10), (1024,), 10),
     }
 
@@ -214,6 +215,7 @@ def plot(rows: Sequence[StepRow], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib import ticker
 
     panels = sorted({(r.device, r.model, r.precision) for r in rows})
     figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), squeeze=False, layout="constrained")
@@ -225,7 +227,13 @@ def plot(rows: Sequence[StepRow], path: Path) -> None:
                 axis.plot(*zip(*points, strict=True), marker="o", label=mode)
         axis.axhline(1.0, color="#888888", linewidth=1)
         axis.set(title=f"{model}\n{device}, {kind}", xlabel="batch", xscale="log", yscale="log")
+        batches = sorted({r.batch for r in rows if (r.device, r.model, r.precision) == (device, model, kind)})
+        axis.set_xticks(batches, [str(b) for b in batches])
+        axis.set_xticks([], minor=True)
+        for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            which(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axes[0][0].set_ylabel("step time / plain training")
-    axes[0][-1].legend(frameon=False, fontsize=8)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)

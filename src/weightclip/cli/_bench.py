@@ -16,7 +16,7 @@ from weightclip.errors import WeightclipError
 
 
 def bench(
-    model: Annotated[list[str] | None, typer.Option(help="mlp, convnet, wrn-16-4, mlp-4096 (repeatable)")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="mlp, convnet, wrn-16-4, mlp-deep, mlp-4096")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="batch size (repeatable)")] = None,
     mode: Annotated[list[str] | None, typer.Option(help="plain, weights, factors, both, joint-cap, weights-fast, "
                                                         "opacus-hooks, opacus-ghost (repeatable)")] = None,
