@@ -278,14 +278,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @mutant("moving average of raw gradients released", "release", RADII)
 def _(patch: pytest.MonkeyPatch) -> None:
     def before(release: Release, step: int) -> None:
-        for view, filled in zip(release.sums, release.filled, strict=True):
-            if not filled:
-                view.zero_()
-        release.filled = [True] * len(release.filled)
-        past = release.__dict__.get("past")
-        if past is not None:
-            release.flat.add_(0.9 * past)
-        release.__dict__["past"] = release.flat.clone()
+        past = release.__dict__.setdefault("past", [None] * len(release.sums))
+        for i, (total, old) in enumerate(zip(release.sums, past, strict=True)):
+            if total is not None and old is not None:
+                release.sums[i] = total + 0.9 * old
+            elif old is not None:
+                release.sums[i] = 0.9 * old
+        release.__dict__["past"] = list(release.sums)
 
     _around_release(patch, before)
 
