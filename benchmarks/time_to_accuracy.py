@@ -104,8 +104,9 @@ def cifar10(device: torch.device, limit: int | None) -> Task:
         parts.append((z / z.norm(dim=1, keepdim=True), y))
     width = parts[0][0].shape[1]
     bounds = wc.Bounds(input_radius=1.0, layer_radius=1.1, cotangent_radius=0.1, bias_scale=0.3)
-    return Task("cifar10", "scattering-linear", lambda: nn.Linear(width, 10), Records(*parts[0]), parts[1], 3.0, 0.55,
-                4096, 30, 0.02, 0.1, bounds)  # fmt: skip
+    target = 0.55 if limit is None else 0.38
+    return Task("cifar10", "scattering-linear", lambda: nn.Linear(width, 10), Records(*parts[0]), parts[1], 3.0, target,
+                1024, 20, 0.1, 0.1, bounds)  # fmt: skip
 
 
 def _images(name: str, split: str, device: torch.device, limit: int | None) -> tuple[Tensor, Tensor]:
