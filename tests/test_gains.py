@@ -130,3 +130,10 @@ def test_weights_changed_by_the_loop_are_certified_as_they_are(change: str, spec
     assert rows["0"]["sensitivity"] >= exact * (1 - 1e-6)
     run.optimizer.step()
     assert norms(run)["2"] <= 0.5 * (1 + 1e-6)  # and clipped again after the step
+
+
+def test_models_without_dense_or_convolutional_layers_train_without_the_dft_bound() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten())
+    ids, labels = torch.arange(8)[:, None] % 5, torch.arange(8) % 3
+    run = private(model, (ids, labels), sigma=1.0, bounds=wc.Bounds(spectral=False)).train(2)
+    assert run.engine.steps == 2

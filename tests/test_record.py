@@ -38,6 +38,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return made
 
 
@@ -83,6 +84,42 @@ def test_work_that_cannot_be_recorded_runs_plainly_with_a_warning(fake, monkeypa
     with pytest.warns(UserWarning, match="CUDA graphs are off"):
         assert recorder("a", lambda: 7) == 7
     assert not recorder.on and recorder("a", lambda: 8) == 8
+
+
+def test_recording_and_replays_happen_on_the_models_device(fake, monkeypatch):
+    """On another device nothing would be recorded: replays would do nothing, and return the numbers of long ago."""
+    inside = []
+
+    @contextlib.contextmanager
+    def device(wanted):
+        inside.append(wanted)
+        yield
+        inside.append(None)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    recorder, seen = Recorder(torch.device("cuda", 1)), []
+    for _ in range(3):
+        recorder("a", lambda: seen.append(inside[-1]))
+    assert seen == [torch.device("cuda", 1)] * 3
+    fake[0].replay = lambda: seen.append(inside[-1])  # type: ignore[method-assign]
+    recorder("a", lambda: None)
+    assert seen[-1] == torch.device("cuda", 1)
+
+
+def test_what_a_recording_reads_outlives_its_tensors(fake):
+    """The graph reads addresses: were their memory given back, sensitivities would be made of anything."""
+    recorder, weight, cached = Recorder(torch.device("cuda")), torch.ones(3), torch.full((3,), 2.0)
+    written = torch.zeros(3)
+
+    def work():
+        middle = weight * cached
+        written.add_(torch.stack([middle, middle]).sum(0))
+        return torch.stack(torch._foreach_norm([weight, middle]))
+
+    for _ in range(3):
+        recorder("a", work)
+    kept = {storage.data_ptr() for storage in recorder._graphs["a"][2]}
+    assert kept == {t.data_ptr() for t in (weight, cached, written)}
 
 
 BOUNDS = [

@@ -131,3 +131,13 @@ def test_an_early_hook_is_refused() -> None:
     model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(wc.ContractError, match="before the noise"):
         private(model, table(8))
+
+
+def test_addresses_tell_a_transposed_weight_from_the_one_that_lay_there() -> None:
+    """``p.data = p.data.transpose(...)`` counts as no write and moves nothing, but it is another layer."""
+    run = private(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), table(8))
+    before = run.engine._watch.addresses()
+    weight = run.model.get_submodule("0").weight
+    assert isinstance(weight, nn.Parameter)
+    weight.data = weight.data.t()
+    assert run.engine._watch.addresses() != before

@@ -34,7 +34,8 @@ class Gains:
         self._since: int | None = None  # the step of the last snapshot
         # without the DFT bound all norms are of one kind and can be taken together
         together = not bounds.spectral and bounds.p == 2 and self.refresh == 1
-        self.bank = NormBank(_plain_layers(plan)) if together else None
+        layers = _plain_layers(plan)
+        self.bank = NormBank(layers) if together and layers else None
         self._weightless: dict[int, bool] = {}
         self._clipped: _Clipped | None = None
         self._kept: Tensor | None = None
@@ -79,7 +80,8 @@ class Gains:
     def clip(self, limits: dict[str, float]) -> None:
         """ClipWeights by rescaling (the paper's), on the norms of the bank, which then serve the next evaluation."""
         assert self.bank is not None
-        places = tuple(cast(Tensor, module.weight).data_ptr() for module in self.bank.layers.values())
+        weights = [cast(Tensor, module.weight) for module in self.bank.layers.values()]
+        places = tuple([(weight.data_ptr(), weight.stride()) for weight in weights])
         found = self.recorder(("clip", places), lambda: self._rescale(limits))
         if self._kept is None:  # a place of its own: what is recorded reads it there
             self._kept = torch.empty_like(found)

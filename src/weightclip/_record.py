@@ -7,6 +7,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _WARM = 2  # plain runs before recording, so that libraries have made their plans and workspaces
 _MOST = 8  # graphs kept
@@ -17,19 +20,26 @@ class Recorder:
 
     Formal guarantees:
         A replay launches the recorded kernels in their order on the recorded addresses. It computes what the function
-        would, provided that the key changes with every address and every Python value the function reads, that
-        tensors it reads live as long as the recorder, and that it draws no random numbers. Results are overwritten by
-        the next replay.
+        would, provided that the key changes with every address and every Python value the function reads, and that it
+        draws no random numbers. Memory the function read while it was recorded is kept as long as the graph, whatever
+        becomes of the tensors. Results are overwritten by the next replay.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.on = device.type == "cuda"
+        self.on, self.device = device.type == "cuda", device
         self._runs: dict[Hashable, int] = {}
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any, list[Any]]] = {}
 
     def __call__(self, key: Hashable, work: Callable[[], Any]) -> Any:
         """The result of ``work()``."""
-        if not self.on or torch.cuda.is_current_stream_capturing():
+        if not self.on:
+            return work()
+        # a graph records one stream, of the current device: work on another would run once, and its replays be empty
+        with torch.cuda.device(self.device):
+            return self._run(key, work)
+
+    def _run(self, key: Hashable, work: Callable[[], Any]) -> Any:
+        if torch.cuda.is_current_stream_capturing():
             return work()
         if key not in self._graphs:
             runs = self._runs.get(key, 0)
@@ -38,16 +48,37 @@ class Recorder:
                 return work()
             if len(self._graphs) >= _MOST:
                 self._graphs.clear()
-            graph = torch.cuda.CUDAGraph()
+            graph, reads = torch.cuda.CUDAGraph(), _Reads()
             try:
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"), reads:
                     result = work()
             except RuntimeError as error:
                 self.on = False  # recording runs nothing, so that nothing is done twice
-                warnings.warn(f"CUDA graphs are off, steps are slower: {str(error).splitlines()[0]}", stacklevel=2)
+                warnings.warn(f"CUDA graphs are off, steps are slower: {str(error).splitlines()[0]}", stacklevel=3)
                 torch.cuda.synchronize()
                 return work()
-            self._graphs[key] = graph, result
-        graph, result = self._graphs[key]
+            self._graphs[key] = graph, result, list(reads.kept.values())
+        graph, result, _ = self._graphs[key]
         graph.replay()
         return result
+
+
+class _Reads(TorchDispatchMode):
+    """Collects the memory that operators read but did not make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Any] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in _storages((args, kwargs)):
+            if storage._cdata not in self._made:
+                self.kept[storage._cdata] = storage
+        result = func(*args, **(kwargs or {}))
+        self._made |= {s._cdata for s in _storages(result)} - self.kept.keys()
+        return result
+
+
+def _storages(values: Any) -> list[Any]:
+    return [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]

@@ -26,9 +26,10 @@ class Watch:
         """In-place changes of every parameter so far."""
         return [p._version for _, p in self.parameters]
 
-    def addresses(self) -> tuple[int, ...]:
-        """Where parameters and buffers lie."""
-        return tuple([p.data_ptr() for _, p in self.parameters] + [b.data_ptr() for _, b, _, _ in self.buffers])
+    def addresses(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Where parameters and buffers lie, and in which order of entries."""
+        tensors = [p for _, p in self.parameters] + [b for _, b, _, _ in self.buffers]
+        return tuple([(t.data_ptr(), t.stride()) for t in tensors])
 
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training mode."""
