@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 from tests.engine_kit import mlp, private, table
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import weightclip as wc
 from weightclip._release import largest_batch
@@ -83,3 +84,47 @@ def test_a_release_without_any_gradient_is_pure_noise_or_zero() -> None:
         assert all(bool(g.any()) == (sigma > 0) for g in grads.values())
         storage = {g.untyped_storage().data_ptr() for g in (p.grad for p in run.model.parameters()) if g is not None}
         assert kept.untyped_storage().data_ptr() not in storage and bool((kept == 1).all())
+
+
+def test_recorded_graphs_read_one_slack_for_good() -> None:
+    """A report reads the slack on the CPU; the copy on the device, whose address graphs hold, stays the same."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            storages.extend(a.untyped_storage() for a in args if isinstance(a, torch.Tensor))
+            return func(*args, **(kwargs or {}))
+
+    release = private(mlp(), table(8)).engine._release
+    there = torch.ones(2, dtype=torch.float64, device="meta")  # any device but the CPU
+    release.enlarged(there)
+    reads = []
+    for _ in range(2):
+        storages: list = []
+        with Seen():
+            release.enlarged(there)
+        reads.append(storages[:2])
+        release.enlarged(torch.ones(2, dtype=torch.float64))
+    assert [s._cdata for s in reads[0]] == [s._cdata for s in reads[1]]
+
+
+@pytest.mark.parametrize("place", ["_draw", "_views", "release"])
+def test_an_interrupted_step_leaves_nothing_to_the_next(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two draws in one sum would move by twice the sensitivity; the interrupted step stays charged."""
+    data = table(8)
+    run, alone = (private(mlp(), data, sigma=1.0, seed=1) for _ in range(2))
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.engine._release, place, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.train()
+    assert run.engine.steps == 1
+    seen = []
+    for each in (run, alone):
+        each.engine._release.sigma = 0.0
+        each.engine.steps = 0
+        each.train()
+        seen.append(each.grads())
+    assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])

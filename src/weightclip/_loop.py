@@ -128,6 +128,7 @@ class TrainingLoop:
         self._watch.check()
         settings = (autocast, self._watch.modes(), tuple(logits.shape[1:]))
         if not self._graded:
+            self._drop_sum()  # empty, unless a step was interrupted between its charge and its end
             self._settings = settings
             self._certify_step(*settings)
         elif settings != self._settings:

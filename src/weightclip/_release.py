@@ -68,7 +68,6 @@ class Release:
         self.sum_dtype = torch.float64 if wide or in_pieces else torch.float32
         self.noise_dtype = torch.float64 if wide else torch.float32
         self.sums: list[Tensor | None] = [None] * len(self.blocks)
-        self._slack = torch.tensor(self.slack, dtype=torch.float64)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         pieces = flat.split(self.sizes)
@@ -103,9 +102,7 @@ class Release:
 
     def enlarged(self, bounds: Tensor) -> Tensor:
         """Certified bounds with the rounding slack of the sum, and the floor that a layer with Delta_k = 0 gets."""
-        if self._slack.device != bounds.device:
-            self._slack = self._slack.to(bounds.device)
-        return floored(bounds * self._slack)
+        return floored(bounds * constant(tuple(self.slack), bounds.device))
 
     def _grouped(self, sensitivities: Tensor) -> tuple[Tensor, list[int], Tensor | None, list[int]]:
         """Sensitivities of groups that are bounded on their own; layers under the joint cap are one group.
@@ -152,16 +149,17 @@ class Release:
         The gradients are new tensors: one that is kept by the caller never shows a later sum. ``factors`` are those of
         :meth:`factors` for the same sensitivities, if they are at hand.
         """
+        sums = self.sums
+        self.clear()  # first of all: whatever interrupts this release, no later one holds these records again
         released = torch.empty(sum(self.sizes), dtype=self.noise_dtype, device=self.device)
         views = self._views(released)
         if self.sigma > 0:
             self._draw(released, views, sensitivities, streams, step, factors)
         else:
             released.zero_()
-        pairs = [(view, total) for view, total in zip(views, self.sums, strict=True) if total is not None]
+        pairs = [(view, total) for view, total in zip(views, sums, strict=True) if total is not None]
         if pairs:
             torch._foreach_add_([v for v, _ in pairs], [t for _, t in pairs])  # pyright: ignore[reportPrivateImportUsage]
-        self.clear()
         released.div_(self.batch * self.views)
         if self.grid is not None:
             round_release_(released, self.grid)
