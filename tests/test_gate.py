@@ -19,6 +19,16 @@ from weightclip._gate import InputProjection, Layout, OutputGate, keeps_records,
 from weightclip.errors import ContractError
 
 
+@pytest.mark.parametrize("radius", [1.0, 0.1, 1e-3, 1e-7, 1e-12])
+@pytest.mark.parametrize("size", [1e26, 1e30, 1e38, 3.4e38])
+def test_scales_below_the_normal_numbers_do_not_lead_out_of_the_ball(radius: float, size: float) -> None:
+    for n in (1, 2, 16):
+        x = torch.cat([torch.full((1, n), size), torch.rand(50, n, generator=torch.Generator().manual_seed(n)) * size])
+        norms = project_records(x, radius).double().norm(dim=1)
+        assert bool((norms <= radius * (1 + (n + 8) * 2.0**-24)).all())
+        assert bool((norms >= radius * (1 - 1e-5)).all())
+
+
 @given(
     st.integers(0, 10**6), st.floats(1e-12, 1e12), st.sampled_from([1e-44, 1e-30, 1e-20, 1.0, 1e10, 1e19, 1e30, 3e38]),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),

@@ -61,7 +61,11 @@ def project_records(x: Tensor, radius: float, detach: bool = False) -> Tensor:
 def _project_values(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
     """The same in few passes, where no derivative is asked for: squares of float32 fit into float64."""
     norm = torch.linalg.vector_norm(x, 2, dims, keepdim=True, dtype=torch.float64)
-    scaled = x if math.isinf(radius) else x * (radius / norm).clamp(max=1.0).float()  # a zero record: min(inf, 1)
+    if math.isinf(radius):
+        scaled = x
+    else:  # in two steps: the scale of a huge record may be subnormal, and would round up to twice its value
+        scale = (radius / norm).clamp(max=1.0)  # a zero record: min(inf, 1)
+        scaled = (x * scale.clamp(min=2.0**-100).float()).mul_((scale * 2.0**100).clamp(max=1.0).float())
     return torch.where(torch.isfinite(norm), scaled, torch.zeros((), device=x.device))
 
 

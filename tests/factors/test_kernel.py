@@ -106,6 +106,29 @@ def test_fused_scales_are_those_of_the_norms(flags, last, interpreter):
     torch.testing.assert_close(fused_scale(x, d, limits, flags, bias), dense, rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_fused_scales_below_the_normal_numbers_are_zero(interpreter):
+    x, d = torch.full((3, 2), 1e19, device=interpreter), torch.full((3, 2), 1e18, device=interpreter)
+    d[0], d[1] = 1e-3, 1e15
+    limits = torch.tensor([1.0, 1.0, 1e-3], device=interpreter)
+    found, cap = fused_scale(x, d, limits, 4, 0.0), limits[2].double()
+    product = x.double().norm(dim=1) * d.double().norm(dim=1)
+    assert found[0] > 0 and found[1] > 0 and found[2] == 0 and bool((found * product <= cap * (1 + 1e-5)).all())
+
+
+def test_records_that_reach_far_in_memory_do_not_fit(monkeypatch):
+    """Places within a record are int32 in the kernels: what counts is how far they lie apart, not how many they are."""
+    monkeypatch.setattr("weightclip.factors._kernel._triton_found", lambda: True)
+    near = torch.empty(4, 3, 8, 8, device="meta")
+    far = torch.empty_strided((4, 3, 8, 8), (64, 2**30 + 1, 8, 1), device="meta")
+
+    class Cuda(torch.Tensor):
+        is_cuda = True
+
+    near, far = near.as_subclass(Cuda), far.as_subclass(Cuda)
+    assert fits(near, near) and not fits(far, near) and not fits(near, far)
+
+
 def test_other_devices_and_types_do_not_fit():
     x = torch.zeros(2, 3, 4, 4)
     assert not fits(x, x)

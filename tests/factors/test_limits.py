@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weightclip.factors import CapNorm, Product
-from weightclip.factors._limits import masked, record_scale, squared_norm
+from weightclip.factors._limits import CAP, cap_scale, masked, record_scale, squared_norm
 
 SLACK = 1 + 1e-4
 
@@ -170,6 +170,15 @@ def test_record_scale_by_hand():
     assert record_scale(x, d, limits, 1).tolist() == [1.0, 0.5, 1.0, 0.0, 0.0]
     assert record_scale(x, d, limits, 3).tolist() == pytest.approx([1.0, 0.25, 3 / 7, 0.0, 0.0])
     assert record_scale(x, d, limits, 7).tolist() == pytest.approx([1.0, 5 / 24, 3 / 7, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("cap", [1.0, 0.01, 1e-5, 1e-7, 1e-12])
+def test_scales_below_the_normal_numbers_do_not_exceed_the_cap(cap):
+    """cap/product is subnormal for a huge product, and would round by up to its own size."""
+    x, d, limits = torch.logspace(17, 19.2, 400), torch.full((400,), 1e19), torch.tensor([1.0, 1.0, cap])
+    for scale in (record_scale(x, d, limits, CAP), cap_scale(None, x * d, x, d, limits)):
+        assert scale is not None
+        assert bool((scale.double() * x.double() * d.double() <= limits[2].double() * (1 + 64 * 2.0**-24)).all())
 
 
 def test_masking_is_exact():

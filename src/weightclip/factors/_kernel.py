@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightclip.factors._limits import KIND_SHIFT, TINY, transforming
+from weightclip.factors._limits import KIND_SHIFT, SMALLEST, TINY, transforming
 
 _PROGRAMS = 1056  # about eight for each multiprocessor of a large GPU
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,7 +26,7 @@ def fits(x: Tensor, d: Tensor) -> bool:
     """Whether the kernel can take these tensors: CUDA, at most float32, and Triton is at hand."""
     if not x.is_cuda or x.dtype not in _DTYPES or d.dtype not in _DTYPES or transforming():
         return False
-    return d.numel() > 0 and _triton_found() and max(x.numel() // x.shape[0], d.numel()) < 2**31
+    return d.numel() > 0 and _triton_found() and max(_reach(x), _reach(d), d.numel()) < 2**31
 
 
 def weight_gradient(
@@ -56,11 +56,12 @@ def weight_gradient(
     parts = -(-total // share)
     found = torch.empty(parts, out, columns, dtype=torch.float64, device=x.device)
     launch = _kernels().products[(-(-out // rows), -(-columns // cols), parts)]
-    launch(
-        x, d, x if scale is None else scale, found, x.shape[1], x.shape[2], x.shape[3], out, d.shape[2], d.shape[3],
-        total, share, columns, *x.stride(), *d.stride(), kernel[1], *stride, *padding, *dilation, scale is not None,
-        x.stride(1) == 1 and x.shape[1] > 1, rows, cols, depth, num_warps=4, num_stages=3,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):  # kernels start on the current device, which need not be the tensor's
+        launch(
+            x, d, x if scale is None else scale, found, x.shape[1], x.shape[2], x.shape[3], out, d.shape[2],
+            d.shape[3], total, share, columns, *x.stride(), *d.stride(), kernel[1], *stride, *padding, *dilation,
+            scale is not None, x.stride(1) == 1 and x.shape[1] > 1, rows, cols, depth, num_warps=4, num_stages=3,
+        )  # fmt: skip
     whole = found[0] if parts == 1 else found.sum(0)
     return whole.view(out, *kernel, x.shape[1]).permute(0, 3, 1, 2)
 
@@ -97,17 +98,23 @@ def fused_scale(
     x_size, d_size, tiny = x.numel() // len(x), d.numel() // len(d), torch.finfo(torch.float32).tiny
     last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
     launch = _kernels().scales[(x.shape[0],)]
-    launch(
-        x, d, x if counts is None else counts, limits, out, x_size, d_size, x.stride(0), d.stride(0),
-        1 if counts is None else counts.numel(), tiny * x_size, tiny * d_size, bias, counts is not None,
-        x.shape[1] if last else 0, flags, TINY, 1024 if max(x_size, d_size) > 512 else 128, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        launch(
+            x, d, x if counts is None else counts, limits, out, x_size, d_size, x.stride(0), d.stride(0),
+            1 if counts is None else counts.numel(), tiny * x_size, tiny * d_size, bias, counts is not None,
+            x.shape[1] if last else 0, flags, TINY, SMALLEST, 1024 if max(x_size, d_size) > 512 else 128, num_warps=4,
+        )  # fmt: skip
     return out
 
 
 def _dense(t: Tensor) -> bool:
     """Whether each record's entries lie together, positions or channels fastest."""
     return t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last))
+
+
+def _reach(t: Tensor) -> int:
+    """Entries of memory from a record's first to its last: the kernels add up places within a record in int32."""
+    return sum((n - 1) * step for n, step in zip(t.shape[1:], t.stride()[1:], strict=True)) + 1
 
 
 def _tile(size: int) -> int:

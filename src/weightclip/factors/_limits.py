@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 RADIUS, COTANGENT, CAP = 1, 2, 4  # bits: which of the limits are enforced
 KIND_SHIFT = 4  # the bits above say how a capped convolution measures its gradients (factors._record_norms)
+SMALLEST = 2.0**-126  # normal float32: smaller scales count as zero
 TINY = 1e-30  # floor under a norm before dividing by it: a zero record keeps scale one
 
 
@@ -90,8 +91,9 @@ def record_scale(
         scale = scale * (limits[2] / product.clamp(min=TINY)).clamp(max=1)
         if counter is not None:
             counter.add(2, product <= limits[2], d_norm)
-    # a product that underflows or overflows float32 is not finite here either and counts as zero
-    good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(scale)
+    # a product that underflows or overflows float32 is not finite here either and counts as zero; so does a scale
+    # below the normal numbers, whose rounding no allowance covers
+    good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(scale) & (scale >= SMALLEST)
     return torch.where(good, scale, torch.zeros_like(scale))
 
 
@@ -104,6 +106,7 @@ def cap_scale(
     if counter is not None:
         counter.add(2, before * norm <= limits[2], d_norm)
     good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(capped) & torch.isfinite(norm)
+    good = good & (capped >= SMALLEST)  # as in record_scale
     return torch.where(good, capped, torch.zeros_like(capped))
 
 

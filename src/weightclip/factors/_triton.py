@@ -57,14 +57,15 @@ def products(
         if SCALED:
             a = tl.where(s[None, :] > 0, a, 0.0) * s[None, :]
         acc = tl.dot(a.to(tl.float64), b.to(tl.float64), acc, out_dtype=tl.float64)
-    place = out + tl.program_id(2).to(tl.int64) * outs * columns + row[:, None] * columns + col[None, :]
+    place = out + tl.program_id(2).to(tl.int64) * outs * columns + row[:, None].to(tl.int64) * columns + col[None, :]
     tl.store(place, acc, mask=(row < outs)[:, None] & (col < columns)[None, :])
 
 
 @triton.jit
 def scales(
     x, d, counts, limits, out, x_size, d_size, x_step, d_step, places, tiny_x, tiny_d, bias,
-    WEIGHTED: tl.constexpr, CHANNELS: tl.constexpr, FLAGS: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr, CHANNELS: tl.constexpr, FLAGS: tl.constexpr, FLOOR: tl.constexpr, SMALLEST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One record a program: the norms of its two factors, and its scale (``_limits.record_scale``).
 
@@ -95,5 +96,5 @@ def scales(
     if FLAGS & 4:
         product = scale * x_norm * d_norm
         scale = scale * tl.minimum(tl.div_rn(tl.load(limits + 2), tl.maximum(product, FLOOR)), 1.0)
-    good = (x_norm < float("inf")) & (d_norm < float("inf")) & (scale < float("inf"))
+    good = (x_norm < float("inf")) & (d_norm < float("inf")) & (scale < float("inf")) & (scale >= SMALLEST)
     tl.store(out + n, tl.where(good, scale, 0.0))
