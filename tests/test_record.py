@@ -10,7 +10,7 @@ from torch import nn
 
 import weightclip as wc
 from weightclip._gains import Gains
-from weightclip._record import Recorder
+from weightclip._record import Recorder, _side
 from weightclip.bounds import Numerics
 from weightclip.certificate import build_plan
 from weightclip.losses import CrossEntropy
@@ -35,11 +35,14 @@ def fake(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", new)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream, capture_error_mode: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the user's stream")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    return made
+    yield made
+    _side.cache_clear()
 
 
 def test_elsewhere_the_function_just_runs():
@@ -73,10 +76,12 @@ def test_old_graphs_go_when_keys_keep_changing(fake):
 
 def test_work_that_cannot_be_recorded_runs_plainly_with_a_warning(fake, monkeypatch):
     @contextlib.contextmanager
-    def broken(graph, capture_error_mode):
+    def broken(graph, stream, capture_error_mode):
         yield
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
+    back = []
+    monkeypatch.setattr(torch.cuda, "set_stream", back.append)
     monkeypatch.setattr(torch.cuda, "graph", broken)
     recorder = Recorder(torch.device("cuda"))
     recorder("a", lambda: 1)
@@ -84,11 +89,16 @@ def test_work_that_cannot_be_recorded_runs_plainly_with_a_warning(fake, monkeypa
     with pytest.warns(UserWarning, match="CUDA graphs are off"):
         assert recorder("a", lambda: 7) == 7
     assert not recorder.on and recorder("a", lambda: 8) == 8
+    assert back == ["the user's stream"]  # torch leaves the recording's stream only where recording succeeds
 
 
 def test_recording_and_replays_happen_on_the_models_device(fake, monkeypatch):
     """On another device nothing would be recorded: replays would do nothing, and return the numbers of long ago."""
-    inside = []
+    inside, streams = [], []
+
+    def graph(graph, stream, capture_error_mode):
+        streams.append(stream)
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def device(wanted):
@@ -97,10 +107,11 @@ def test_recording_and_replays_happen_on_the_models_device(fake, monkeypatch):
         inside.append(None)
 
     monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
     recorder, seen = Recorder(torch.device("cuda", 1)), []
     for _ in range(3):
         recorder("a", lambda: seen.append(inside[-1]))
-    assert seen == [torch.device("cuda", 1)] * 3
+    assert seen == [torch.device("cuda", 1)] * 3 and streams == ["stream of cuda:1"]
     fake[0].replay = lambda: seen.append(inside[-1])  # type: ignore[method-assign]
     recorder("a", lambda: None)
     assert seen[-1] == torch.device("cuda", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -34,7 +35,7 @@ class Recorder:
         """The result of ``work()``."""
         if not self.on:
             return work()
-        # a graph records one stream, of the current device: work on another would run once, and its replays be empty
+        # a graph records one stream, of one device: work on another would run once, and its replays be empty
         with torch.cuda.device(self.device):
             return self._run(key, work)
 
@@ -48,12 +49,13 @@ class Recorder:
                 return work()
             if len(self._graphs) >= _MOST:
                 self._graphs.clear()
-            graph, reads = torch.cuda.CUDAGraph(), _Reads()
+            graph, reads, before = torch.cuda.CUDAGraph(), _Reads(), torch.cuda.current_stream()
             try:
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"), reads:
+                with torch.cuda.graph(graph, stream=_side(self.device), capture_error_mode="thread_local"), reads:
                     result = work()
             except RuntimeError as error:
                 self.on = False  # recording runs nothing, so that nothing is done twice
+                torch.cuda.set_stream(before)  # a recording that fails does not go back by itself
                 warnings.warn(f"CUDA graphs are off, steps are slower: {str(error).splitlines()[0]}", stacklevel=3)
                 torch.cuda.synchronize()
                 return work()
@@ -61,6 +63,13 @@ class Recorder:
         graph, result, _ = self._graphs[key]
         graph.replay()
         return result
+
+
+@functools.cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """Where to record. torch's own choice is one stream for all, of whichever device recorded first: on it, work on
+    another device would run instead of being recorded."""
+    return torch.cuda.Stream(device)
 
 
 class _Reads(TorchDispatchMode):
