@@ -40,7 +40,10 @@ def images(
     device: DeviceOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Accuracy against epsilon on MNIST, Fashion-MNIST and CIFAR-10: chosen on validation, tested once per seed."""
+    """Accuracy against epsilon on MNIST, Fashion-MNIST and CIFAR-10: chosen on validation, tested once per seed.
+
+    Example: weightclip reproduce images --datasets mnist
+    """
     from weightclip.study.images._experiment import EPSILONS, ImageStudy, chosen_features
     from weightclip.study.images._plots import accuracy_figure
     from weightclip.study.images._search import METHODS
@@ -73,7 +76,10 @@ def runtime(
     device: DeviceOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Seconds per epoch and peak memory against batch size: plain training, weightclip, Opacus hooks and ghost."""
+    """Seconds per epoch and peak memory against batch size: plain training, weightclip, Opacus hooks and ghost.
+
+    Example: weightclip reproduce runtime
+    """
     from weightclip.study.images._plots import runtime_figure
     from weightclip.study.images._runtime import MODES, SUBJECTS, run
 
@@ -115,7 +121,10 @@ def convolutions(
     device: DeviceOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Convolutional networks by the engine and by Opacus: accuracy at an epsilon, and what a tighter cap costs."""
+    """Convolutional networks by the engine and by Opacus: accuracy at an epsilon, and what a tighter cap costs.
+
+    Example: weightclip reproduce convolutions
+    """
     from weightclip.study.images import _audit
     from weightclip.study.images._convolutions import CHOSEN, Cell, ConvStudy, collect, write_costs
     from weightclip.study.images._convolutions import cost as measure

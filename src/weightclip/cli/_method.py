@@ -20,7 +20,10 @@ def method(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary instead of text.")] = False,
 ) -> None:
-    """Gaussian against K-norm noise, tightness of the norms, cost of the caps, choice of the defaults."""
+    """Gaussian against K-norm noise, tightness of the norms, cost of the caps, choice of the defaults.
+
+    Example: weightclip reproduce method
+    """
     from weightclip.study import method as study
 
     parts = [p.strip() for p in only.split(",") if p.strip()] or list(PARTS)

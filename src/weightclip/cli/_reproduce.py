@@ -95,7 +95,10 @@ def tables(
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Table 1 and the detailed table: every method on seven data sets, ten seeds, the paper's numbers beside them."""
+    """Table 1 and the detailed table: every method on seven data sets, ten seeds, the paper's numbers beside them.
+
+    Example: weightclip reproduce tables --datasets adult,nursery --workers 2
+    """
     from weightclip.study import data
     from weightclip.study._output import write_all, write_csv
     from weightclip.study._settings import combinations, load_chosen
@@ -159,7 +162,10 @@ def search(
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """The search behind the tables: the same number of trials for every method, chosen on validation; resumable."""
+    """The search behind the tables: the same number of trials for every method, chosen on validation; resumable.
+
+    Example: weightclip reproduce search --datasets dropout --methods lip-factors,dp-sgd
+    """
     from weightclip.study import data
     from weightclip.study._search import QUICK, Budget
     from weightclip.study._settings import combinations, name_of, search_all
@@ -202,7 +208,10 @@ def _one_search(store: str, settings: str, dataset: str, method: str, group_norm
 
 @app.command()
 def bias(out: OutOption = _OUT, quick: QuickOption = False, as_json: JsonOption = False) -> None:
-    """Figures: clipping bias by quadrature and by training, clipping error, theorem check, tightness of every bound."""
+    """Figures: clipping bias by quadrature and by training, clipping error, theorem check, tightness of every bound.
+
+    Example: weightclip reproduce bias --quick
+    """
     from weightclip.study._figures import bias_figures
 
     started, folder = time.perf_counter(), _folder(out, quick)
@@ -221,7 +230,10 @@ def report(
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """One self-contained HTML page: tables, figures, settings, versions and wall times."""
+    """One self-contained HTML page: tables, figures, settings, versions and wall times.
+
+    Example: weightclip reproduce report
+    """
     from weightclip.study._report import write_report
 
     folder = _folder(out, quick)

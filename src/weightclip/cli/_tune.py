@@ -38,7 +38,10 @@ def tune(
     workers: Annotated[int, typer.Option(help="Processes: methods are searched side by side.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Search settings for a tabular set: the front of accuracy against ε (qLogNEHVI), or one accounted search."""
+    """Search settings for a tabular set: the front of accuracy against ε (qLogNEHVI), or one accounted search.
+
+    Example: weightclip tune adult
+    """
     from weightclip.study import data
     from weightclip.study._space import PRINTED_METHODS, PRIVATE
     from weightclip.study._store import Store
