@@ -10,6 +10,7 @@ from tests.engine_kit import Run, mlp, private, table
 from torch import Tensor, nn
 
 import weightclip as wc
+from weightclip.errors import ContractError
 
 
 def unfreeze(run: Run) -> None:
@@ -141,3 +142,24 @@ def test_addresses_tell_a_transposed_weight_from_the_one_that_lay_there() -> Non
     assert isinstance(weight, nn.Parameter)
     weight.data = weight.data.t()
     assert run.engine._watch.addresses() != before
+
+
+def test_a_number_that_a_rule_has_read_must_stay() -> None:
+    """Bounds that depend on no weight are kept from the first step on, and recorded ones have numbers built in."""
+    cases = [
+        (wc.nn.SafeLayerNorm(6, alpha=1.0), "alpha", 1e-3), (nn.LeakyReLU(0.1), "negative_slope", 50.0),
+        (nn.Dropout(0.1), "p", 0.99),
+    ]  # fmt: skip
+    for module, name, value in cases:
+        bounds = wc.Bounds(input_radius=0.1, layer_radius=5.0, cotangent_radius=2.0)
+        run = private(nn.Sequential(module, nn.Linear(6, 3)), table(8), bounds=bounds).train()
+        setattr(module, name, value)
+        with pytest.raises(ContractError, match=f"'{name}' of module '0' changed after make_private"):
+            run.train()
+
+
+def test_other_attributes_may_change() -> None:
+    model = mlp()
+    run = private(model, table(8)).train()
+    model.note, model[0]._private = 3, 4  # pyright: ignore[reportArgumentType]
+    assert run.train().engine.steps == 2

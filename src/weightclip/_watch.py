@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,15 +14,24 @@ from weightclip.errors import ContractError
 class Watch:
     """Compares a model with what it was at ``make_private``: after a change the certificate speaks of another model.
 
+    Args:
+        model: The model.
+        limits_move: Whether limits follow private quantiles.
+        ruled: Modules with a rule of their own: their numbers, like those of torch's modules (alpha, p, eps, stride),
+            are part of the bounds.
+
     Formal guarantees:
         ``check`` reads structure, public constants and flags only, never records.
     """
 
-    def __init__(self, model: nn.Module, limits_move: bool = False) -> None:
+    def __init__(self, model: nn.Module, limits_move: bool = False, ruled: Iterable[nn.Module] = ()) -> None:
         self.modules = [(path, m, _members(m)) for path, m in model.named_modules()]
         self.parameters = list(model.named_parameters())
         self.kinds = [(p.dtype, p.device, p.requires_grad) for _, p in self.parameters]
         fixed = [(k, b) for k, b in model.named_buffers() if not (limits_move and k.endswith("_wc_limits"))]
+        leaves = [m for m in model.modules() if not m._modules]  # users may note what they like on a container
+        known = [m for m in leaves if type(m).__module__.partition(".")[0] in ("torch", "weightclip")]
+        self.numbers = [(m, _numbers(m)) for m in dict.fromkeys([*known, *ruled])]
         self.buffers = [(name, b, b._version, b.detach().clone()) for name, b in fixed]
 
     def versions(self) -> list[int]:
@@ -46,6 +58,13 @@ class Watch:
                 raise ContractError(
                     f"module '{path}' got a hook after make_private, which the certificate cannot see: remove the hook."
                 )
+        for module, numbers in self.numbers:
+            if _numbers(module) != numbers:
+                now, path = _numbers(module), next((path for path, m, _ in self.modules if m is module), "")
+                names = dict.fromkeys(n for a, b in ((now, numbers), (numbers, now)) for n, v in a if (n, v) not in b)
+                raise ContractError(
+                    f"'{', '.join(names)}' of module '{path}' changed after make_private: bounds hold for the old one."
+                )
         for (name, p), kind in zip(self.parameters, self.kinds, strict=True):
             if (p.dtype, p.device, p.requires_grad) != kind:
                 raise ContractError(
@@ -65,6 +84,14 @@ class Watch:
 def _members(module: nn.Module) -> tuple[int, ...]:
     parts = (module._modules, module._parameters, module._buffers)
     return (id(type(module)), *(id(part) for table in parts for part in table.values()))
+
+
+def _numbers(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Public numbers and words among a module's attributes."""
+    return tuple([
+        (name, tuple(value) if isinstance(value, list) else value) for name, value in module.__dict__.items()
+        if isinstance(value, (int, float, str, tuple, list)) and name[0] != "_" and name != "training"
+    ])  # fmt: skip
 
 
 def _foreign(module: nn.Module) -> bool:

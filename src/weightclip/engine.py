@@ -163,7 +163,8 @@ class PrivacyEngine(TrainingLoop):
         self._sensitivities, self._factors = self._release.sensitivities(self._evaluate()), None
         self.model, self.optimizer, self.criterion = module, optimizer, PrivateCriterion(criterion, loss, self)
         self._install()
-        self._watch = Watch(module, limits_move=self._quantiles is not None)
+        ruled = [node.op.module for node in self.plan.graph.nodes if node.op.module is not None]
+        self._watch = Watch(module, limits_move=self._quantiles is not None, ruled=ruled)
         self._plans, self._loss_bounds = {self._watch.modes(): self.plan}, {}
         self._reset_batch()
         self._info = None
