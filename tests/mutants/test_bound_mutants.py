@@ -408,8 +408,9 @@ def test_records_that_are_not_finite(monkeypatch):
         return layer.weight.grad
 
     assert bool(torch.isfinite(total()).all())
-    monkeypatch.setattr(
-        dense_factors, "masked",
-        lambda value, scale, times_scale: value * scale.view(-1, *(1,) * (value.dim() - 1)) if times_scale else value,
-    )  # fmt: skip
+
+    def mutant(value, scale, times_scale):
+        return value * scale.view(-1, *(1,) * (value.dim() - 1)) if times_scale and scale is not None else value
+
+    monkeypatch.setattr(dense_factors, "masked", mutant)
     assert not bool(torch.isfinite(total()).all())

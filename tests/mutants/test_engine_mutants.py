@@ -45,9 +45,9 @@ def every_layer_as_if_alone(patch: Patch) -> None:
 def noise_on_the_mean_instead_of_the_sum(patch: Patch) -> None:
     draw = Release._draw
 
-    def thinner(self, *args):
-        draw(self, *args)
-        self.noise.div_(self.batch)
+    def thinner(self, noise, *args):
+        draw(self, noise, *args)
+        noise.div_(self.batch)
 
     patch.setattr(Release, "_draw", thinner)
 
@@ -139,7 +139,9 @@ def one_step_too_few(patch: Patch) -> None:
 @mutant(checks.steps_have_independent_noise)
 def the_same_noise_again(patch: Patch) -> None:
     real = Release.release
-    patch.setattr(Release, "release", lambda self, sensitivities, streams, step: real(self, sensitivities, streams, 0))
+    patch.setattr(Release, "release", lambda self, sensitivities, streams, step, *rest: real(
+        self, sensitivities, streams, 0, *rest
+    ))  # fmt: skip
 
 
 @mutant(checks.raw_gradients_are_never_seen)
@@ -151,12 +153,13 @@ def raw_gradients_left_in_grad(patch: Patch) -> None:
 
 
 @mutant(checks.raw_gradients_are_never_seen)
-def released_gradients_share_memory_with_the_sum(patch: Patch) -> None:
+def released_gradients_share_memory_with_later_ones(patch: Patch) -> None:
     real = Release.release
 
     def shared(self, *args) -> None:
         real(self, *args)
-        for view, block in zip(self.sums, self.blocks, strict=True):
+        views = self.__dict__.setdefault("views_of_the_first", [block.parameter.grad for block in self.blocks])
+        for view, block in zip(views, self.blocks, strict=True):
             view.copy_(block.parameter.grad)
             block.parameter.grad = view
 
