@@ -60,6 +60,21 @@ def project_records(x: Tensor, radius: float, detach: bool = False) -> Tensor:
 
 def _project_values(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
     """The same in few passes, where no derivative is asked for: squares of float32 fit into float64."""
+    if x.device.type == "cpu" and radius >= 1e-10:  # smaller norms may be squares that vanish
+        norm = torch.linalg.vector_norm(x, 2, dims, keepdim=True)
+        scaled = x if math.isinf(radius) else x * (radius / norm).clamp(max=1.0)
+        good = (norm < 1e15).flatten()  # no NaN, and no square is infinite: float32 will do
+        if bool(good.all()):
+            return scaled
+        # the way a record takes depends on itself alone: the others must not round differently because of it
+        scaled = scaled.clone() if scaled is x else scaled
+        scaled[~good] = _project_widely(x[~good], radius, dims)
+        return scaled
+    return _project_widely(x, radius, dims)
+
+
+def _project_widely(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
+    """For records of any size, by norms in float64."""
     norm = torch.linalg.vector_norm(x, 2, dims, keepdim=True, dtype=torch.float64)
     if math.isinf(radius):
         scaled = x

@@ -272,7 +272,7 @@ def _check_padding(
             )
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache  # recorded graphs read them: none may be dropped
 def _waves(size: int, stride: int, dilation: int, kernel: int, half: bool, device: torch.device) -> Tensor:
     """(frequency, phase, tap): exp(2πi·f·⌊dt/s⌋/size) where the tap's phase d·t mod s matches, else 0."""
     frequencies = torch.arange(size // 2 + 1 if half else size, device=device)

@@ -117,13 +117,15 @@ def masked(value: Tensor, scale: Tensor | None, times_scale: bool) -> Tensor:
     shape = (-1,) + (1,) * (value.dim() - 1)
     factor = scale.view(shape)
     result = wide(value) * factor if times_scale else value
+    if value.device.type == "cpu" and not transforming() and bool((scale > 0).all()):  # the usual case: no copy
+        return result
     return torch.where(factor > 0, result, torch.zeros((), dtype=result.dtype, device=result.device))
 
 
 def squared_norm(value: Tensor) -> Tensor:
     """Sum of squares of each record, in float32 or better, and what squares smaller than that type can hide."""
-    flat = wide(value).flatten(1)
-    return flat.square().sum(1) + flat.shape[1] * torch.finfo(torch.float32).tiny
+    flat = wide(value).flatten(1)  # torch takes the norm in one pass, without storing squares
+    return torch.linalg.vector_norm(flat, 2, 1).square() + flat.shape[1] * torch.finfo(torch.float32).tiny
 
 
 def wide(value: Tensor) -> Tensor:
