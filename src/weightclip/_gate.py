@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from weightclip._graph import refuse_other_shapes
 from weightclip.errors import ContractError
 from weightclip.factors import is_plain
+from weightclip.factors._limits import transforming
 
 _HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "Squeeze", "Unsqueeze", "Transpose", "T",
@@ -41,7 +42,7 @@ def project_records(x: Tensor, radius: float, detach: bool = False) -> Tensor:
         return project_records(x.unsqueeze(1), radius, detach).squeeze(1) if x.dim() else x
     dims = tuple(range(1, x.dim()))
     wide = x.float() if x.dtype in _HALF else x
-    if not x.requires_grad and wide.dtype == torch.float32 and not torch.compiler.is_compiling():
+    if not x.requires_grad and wide.dtype == torch.float32 and not transforming():
         return _project_values(wide, radius * (1 - _HALF.get(x.dtype, 0.0)), dims).to(x.dtype)
     largest = torch.linalg.vector_norm(wide.detach(), math.inf, dims, keepdim=True)  # not finite if an entry is not
     finite = torch.isfinite(largest)
