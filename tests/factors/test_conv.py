@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from weightclip.factors import CapNorm
-from weightclip.factors._conv import patch_norm_squared
+from weightclip.factors._conv import channel_sums, patch_norm_squared
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -60,3 +60,20 @@ def test_a_transposed_cap_holds(made_private, exact):
     d = torch.randn_like(layer(x)).detach()
     norms = exact(made_private(layer, cap=0.5, beta=0.7), x, d, 0.7).norm(dim=1)
     assert float(norms.max()) <= 0.5 * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_bias_gradients_are_scaled_sums_and_their_rounding_is_allowed_for(alone):
+    d = torch.randn(9, 4, 31, 29) * torch.logspace(-3, 3, 9).view(-1, 1, 1, 1)
+    scale = torch.rand(9)
+    scale[2], d[2] = 0.0, float("nan")
+    exact = d.nan_to_num(0.0).double().sum((2, 3)) * scale.double()[:, None]
+    for i in (None, 0, 5):  # the whole batch, and records by themselves
+        some = slice(None) if i is None else slice(i, i + 1)
+        found, wanted = channel_sums(d[some], scale[some], alone), exact[some].sum(0)
+        # within a record (positions + 8) 2^-24 of the sum of magnitudes: the share that sum_slack adds
+        free = (d[some].nan_to_num(0.0).double().abs().sum((2, 3)) * scale.double()[some, None]).sum(0)
+        allowed = (31 * 29 + 8) * 2.0**-24 if alone else 1e-14
+        assert bool(((found - wanted).abs() <= allowed * free + 1e-300).all())
+    rows = [channel_sums(d[i : i + 1], scale[i : i + 1], alone) for i in range(9)]
+    torch.testing.assert_close(channel_sums(d, scale, alone), sum(rows), rtol=1e-12, atol=1e-9)

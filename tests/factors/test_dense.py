@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from weightclip.factors._dense import position_gram
+from weightclip.factors._dense import _CACHE, dense_product, position_gram
 
 
 @pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 6)])
@@ -43,3 +45,16 @@ def test_position_gram_is_the_norm():
     got = position_gram(x, d, 0.4).double()
     assert bool((got >= want).all())
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("places", [(), (3,)])
+def test_wide_products_in_blocks_are_the_whole_sum(places):
+    # more rows than one block holds, and a last block that is not full
+    x, d = torch.randn(197, *places, 9000), torch.randn(197, *places, 3)
+    assert max(64, _CACHE // 9000) < 197
+    scale = torch.rand(197)
+    scale[5], x[5], d[7] = 0.0, math.nan, 0.0  # a dropped record leaves no trace
+    weighted = torch.where((scale > 0).view(-1, *(1,) * (d.dim() - 1)), d * scale.view(-1, *(1,) * (d.dim() - 1)), 0.0)
+    expected = torch.einsum("...o,...i->oi", weighted.double(), x.nan_to_num(0.0).double())
+    found = dense_product(x, d, scale, torch.float64, 0)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
