@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from weightclip._bench import MODES, StepRow, measure, models, plot, write_csv
+from weightclip._bench import GRAPHED, MODES, StepRow, measure, models, plot, write_csv
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["mlp", "convnet"], choices=list(models()))
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 256])
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=[*MODES, *GRAPHED])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--seconds", type=float, default=2.0, help="per mode")

@@ -58,3 +58,85 @@ def test_recorded_steps_and_kernels_change_nothing(name, monkeypatch):
     torch.testing.assert_close(weights, plain_weights, rtol=1e-5, atol=1e-6)
     for a, b in zip(sensitivities, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0.0)
+
+
+def fused(bounds: wc.Bounds, graphs: bool, views: int = 1, seed: int | None = 3, draws: int = 24):
+    """Poisson draws of a real loader by ``fused_step``, or by the ordinary loop on the same padded batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 20, 3, padding=1), nn.ReLU(), nn.Conv2d(20, 24, 3, stride=2), wc.nn.SafeGroupNorm(4, 24),
+        nn.Flatten(), nn.Linear(24 * 7 * 7, 5),
+    ).cuda()  # fmt: skip
+    x, y = torch.randn(900, 3, 16, 16), torch.randint(0, 5, (900,))
+    x[5] = float("nan")
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    engine = wc.PrivacyEngine()
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    _, _, loader, _ = engine.make_private(
+        module=model, optimizer=optimizer, criterion=nn.CrossEntropyLoss(), noise_multiplier=0.5, bounds=bounds,
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=40),
+        generator=generator, augmentation_multiplicity=views,
+    )  # fmt: skip
+    step = engine.fused_step()
+    if not graphs:
+        step._record = lambda key, inputs: False  # type: ignore[method-assign]
+    losses, kept = [], []
+    while engine.steps < draws:
+        for a, b in loader:
+            a = a if views == 1 else torch.stack([a, a.flip(3)], 1).flatten(0, 1)
+            losses.append(float(step(a, b)))
+            kept.append([(p.grad, p.grad.clone()) for p in model.parameters()])
+            if engine.steps == draws:
+                break
+    assert all(torch.equal(grad, then) for pairs in kept for grad, then in pairs)  # nothing kept is written to later
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).cpu(), losses, step, engine
+
+
+@pytest.mark.parametrize("name", list(BOUNDS))
+def test_a_recorded_step_is_the_ordinary_one(name):
+    weights, losses, step, engine = fused(BOUNDS[name], True)
+    assert step.on and step._graphs, "nothing was recorded"
+    plain, plain_losses, _, _ = fused(BOUNDS[name], False)
+    torch.testing.assert_close(weights, plain, rtol=1e-5, atol=1e-6)
+    assert losses == pytest.approx(plain_losses, rel=1e-4)
+    assert engine.steps == 24 and engine.get_epsilon(1e-5) > 0
+
+
+def test_recorded_views_and_secure_noise():
+    weights, _, step, _ = fused(BOUNDS["factors"], True, views=2)
+    assert step._graphs
+    torch.testing.assert_close(weights, fused(BOUNDS["factors"], False, views=2)[0], rtol=1e-5, atol=1e-6)
+    first, second = (fused(BOUNDS["factors"], True, seed=None)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_noise_of_recorded_steps_is_fresh_and_of_the_right_size():
+    """No gradient (all targets are invalid): what is released is the noise alone."""
+    torch.manual_seed(0)
+    model = nn.Linear(400, 50).cuda()
+    x, y = torch.randn(256, 400, device="cuda"), torch.full((256,), 77, device="cuda")
+    engine = wc.PrivacyEngine()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine.make_private(module=model, optimizer=optimizer, data_loader=loader, criterion=nn.CrossEntropyLoss(),
+                        noise_multiplier=2.0, bounds=wc.Bounds(layer_radius=1.0, cotangent_radius=0.5))  # fmt: skip
+    step, found = engine.fused_step(), []
+    for draw in range(40):
+        engine._on_batch(BatchInfo(draw + 1, 0, True, None, 256))
+        step(x, y)
+        found.append(model.weight.grad.flatten().cpu() * 256)
+    assert step._graphs
+    found = torch.stack(found)
+    assert float(found.std()) == pytest.approx(1.0, rel=0.01)  # sigma Delta = 2 * 1 * 0.5, one layer
+    assert float((torch.corrcoef(found) - torch.eye(40)).abs().max()) < 0.05
+
+
+def test_a_fused_step_spends_its_batch_and_its_budget():
+    _, _, step, engine = fused(BOUNDS["factors"], True)
+    x, y = torch.zeros(40, 3, 16, 16), torch.zeros(40, dtype=torch.long)
+    with pytest.raises(wc.ContractError, match="new batch"):
+        step(x, y)
+    engine.budget = engine.steps
+    engine._on_batch(BatchInfo(1000, 0, True, None, 40))
+    with pytest.raises(wc.BudgetSpent):
+        step(x, y)

@@ -10,7 +10,7 @@ from torch import nn
 
 import weightclip as wc
 from weightclip._gains import Gains
-from weightclip._record import Recorder, _side
+from weightclip._record import Recorder, side_stream
 from weightclip.bounds import Numerics
 from weightclip.certificate import build_plan
 from weightclip.losses import CrossEntropy
@@ -42,7 +42,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     yield made
-    _side.cache_clear()
+    side_stream.cache_clear()
 
 
 def test_elsewhere_the_function_just_runs():

@@ -32,12 +32,14 @@ from weightclip.sampling import BatchInfo
 
 _BLOCK = 8  # steps on a GPU between two looks at the clock
 MODES = ("plain", "weights", "factors", "both", "joint-cap", "weights-fast", "opacus-hooks", "opacus-ghost")
+GRAPHED = ("plain-graph", "weights-graph", "factors-graph", "both-graph", "joint-cap-graph")  # the step as a CUDA graph
 COLUMNS = ("device", "model", "batch", "mode", "ms", "ratio", "peak_gib", "spread", "precision")
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """One line of results/bench/step.csv; ``ratio`` is to plain training of the same model and batch."""
+    """One line of results/bench/step.csv; ``ratio`` is to plain training of the same model and batch, that of a step
+    recorded as a CUDA graph to plain training recorded likewise."""
 
     device: str
     model: str
@@ -84,21 +86,26 @@ def prepare(mode: str, name: str, batch: int, device: torch.device) -> Callable[
     loss: Any = nn.CrossEntropyLoss()
     if mode == "plain":
         return lambda: _step(model, optimizer, loss, x, y)
+    if mode == "plain-graph":
+        return _recorded(model, torch.optim.Adam(model.parameters(), lr=1e-4, capturable=True), loss, x, y)
     loader = DataLoader(TensorDataset(x, y), batch_size=batch)
     if mode.startswith("opacus"):
         return _opacus(mode.removeprefix("opacus-"), model, optimizer, loss, loader, x, y)
     engine = PrivacyEngine()
     engine.make_private(
         module=model, optimizer=optimizer, data_loader=loader, criterion=loss, noise_multiplier=1.0,
-        bounds=bounds_of(mode), sample_rate=0.01, expected_batch_size=batch,
+        bounds=bounds_of(mode.removesuffix("-graph")), sample_rate=0.01, expected_batch_size=batch,
     )  # fmt: skip
-    draw = 0
+    draw, fused = 0, engine.fused_step() if mode.endswith("-graph") else None
 
     def step() -> None:
         nonlocal draw
         draw += 1
         engine._on_batch(BatchInfo(draw, 0, True, None, batch))  # the batch is there already: only the step is timed
-        _step(model, optimizer, engine.criterion, x, y)
+        if fused is None:
+            _step(model, optimizer, engine.criterion, x, y)
+        else:
+            fused(x, y)
 
     return step
 
@@ -107,6 +114,29 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, x: Tens
     optimizer.zero_grad()
     loss(model(x), y).backward()
     optimizer.step()
+
+
+def _recorded(model: nn.Module, optimizer: Any, loss: Any, x: Tensor, y: Tensor) -> Callable[[], None]:
+    """Plain training with the whole step, the optimiser's part included, as one CUDA graph; the batch is copied in."""
+    side = torch.cuda.Stream(x.device)
+    side.wait_stream(torch.cuda.current_stream())
+    held = x.clone(), y.clone()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            _step(model, optimizer, loss, *held)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad()
+    with torch.cuda.graph(graph):
+        loss(model(held[0]), held[1]).backward()
+        optimizer.step()
+
+    def step() -> None:
+        held[0].copy_(x)
+        held[1].copy_(y)
+        graph.replay()
+
+    return step
 
 
 def _opacus(kind: str, model: nn.Module, optimizer: Any, loss: Any, loader: DataLoader, x: Tensor, y: Tensor):
@@ -161,9 +191,10 @@ def measure(
     rows = []
     for mode, values in times.items():
         low, _, high = statistics.quantiles(values, n=4)
+        base = "plain-graph" if mode.endswith("-graph") else "plain"
         rows.append(
             StepRow(label, name, batch, mode, round(1e3 * medians[mode], 4),
-                    round(medians[mode] / medians["plain"], 4) if "plain" in medians else float("nan"),
+                    round(medians[mode] / medians[base], 4) if base in medians else float("nan"),
                     peaks[mode], round((high - low) / medians[mode], 4), kind)
         )  # fmt: skip
     return rows
@@ -176,7 +207,7 @@ def _warm(mode: str, name: str, batch: int, device: torch.device) -> tuple[Calla
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
     step = prepare(mode, name, batch, device)
-    for _ in range(6 if device.type == "cuda" else 3):  # the third step records graphs
+    for _ in range(8 if device.type == "cuda" else 3):  # the third step records graphs, the fourth a whole step
         step()
     if device.type != "cuda":
         return step, None
@@ -220,10 +251,10 @@ def plot(rows: Sequence[StepRow], path: Path) -> None:
     panels = sorted({(r.device, r.model, r.precision) for r in rows})
     figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), squeeze=False, layout="constrained")
     for axis, (device, model, kind) in zip(axes[0], panels, strict=True):
-        for mode in MODES:
+        for mode in (*MODES, *GRAPHED):
             points = sorted((r.batch, r.ratio) for r in rows if (r.device, r.model, r.precision, r.mode) == (
                 device, model, kind, mode))  # fmt: skip
-            if points and mode != "plain":
+            if points and not mode.startswith("plain"):
                 axis.plot(*zip(*points, strict=True), marker="o", label=mode)
         axis.axhline(1.0, color="#888888", linewidth=1)
         axis.set(title=f"{model}\n{device}, {kind}", xlabel="batch", xscale="log", yscale="log")

@@ -64,21 +64,25 @@ class PrivateCriterion(nn.Module):
     def _private(self, logits: Tensor, target: Any) -> Tensor:
         engine: PrivacyEngine = self.__dict__["_engine"]
         passage, mask = engine._begin_loss(logits)
-        target = _per_view(target, logits.shape[0] // engine.views, engine.views)
-        detached = logits.detach()
-        with torch.no_grad():
-            values, gradient = self.loss.both(detached, target)
-            if mask is not None:
-                mask = mask.to(gradient.device)
-                keep = mask.view(-1, *(1,) * (gradient.dim() - 1))
-                gradient = torch.where(keep, gradient, torch.zeros_like(gradient))
-                values = torch.where(mask, values, torch.zeros_like(values))
-            value = values.sum() / (engine.expected_batch_size * engine.views)
-            todo = (passage.output, passage.lay_out(logits, gradient))  # hidden from autograd in a tuple
+        value, gradient = self.graded(logits, target, mask)
+        todo = (passage.output, passage.lay_out(logits, gradient))  # hidden from autograd in a tuple
         engine._loss_taken()
         if passage.compiled:  # no wall there: the user's backward pass must not enter the model's graph
             return _Summed.apply(engine._gate.anchor, value, None, todo, engine)  # type: ignore[return-value]
         return _Summed.apply(logits, value, gradient, todo, engine)  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def graded(self, logits: Tensor, target: Any, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The displayed value and each record's certified gradient at the model's output; padding counts nothing."""
+        engine: PrivacyEngine = self.__dict__["_engine"]
+        target = _per_view(target, logits.shape[0] // engine.views, engine.views)
+        values, gradient = self.loss.both(logits.detach(), target)
+        if mask is not None:
+            mask = mask.to(gradient.device)
+            keep = mask.view(-1, *(1,) * (gradient.dim() - 1))
+            gradient = torch.where(keep, gradient, torch.zeros_like(gradient))
+            values = torch.where(mask, values, torch.zeros_like(values))
+        return values.sum() / (engine.expected_batch_size * engine.views), gradient
 
     def extra_repr(self) -> str:
         """Show the certified loss."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +71,7 @@ class TrainingLoop:
     _info: BatchInfo | None
     _collecting: bool = False
     _skip: bool = False
+    _released: bool = False  # whether the gradients of the step to come are noisy already
     views: int = 1  # augmentation multiplicity
     _quantiles: Quantiles | None = None
     _entrywise: Entrywise | None = None
@@ -102,30 +105,19 @@ class TrainingLoop:
 
     def _begin_loss(self, logits: Tensor) -> tuple[Passage, Tensor | None]:
         """Called by the criterion: checks the contract, brings the bounds up to date; (forward pass, batch's mask)."""
-        info = self._info
-        if info is None:
-            raise ContractError(
-                "the private criterion needs a batch of the private loader: iterate the returned loader."
-            )
+        info = self._admit()
         if logits.shape[:1] != (info.rows * self.views,):
             of = "" if self.views == 1 else f" of {self.views} views each"
             raise ContractError(
                 f"the model returned {tuple(logits.shape)} for {info.rows} records{of}: pass the loader's batch "
                 "unchanged."
             )
-        if (info.draw, info.piece) in self._graded:
-            raise ContractError("the loss was already taken on this batch: one differentiable call per batch.")
-        if any(draw != info.draw for draw, _ in self._graded):
-            self._drop_sum()  # so that a loop that is started again finds a clean state
-            raise ContractError("two sampled batches in one step: call optimizer.step() after every batch.")
-        self._refuse_overspending()
         passage = self._gate.enter(logits)
         autocast = passage.autocast
         if autocast is None and logits.dtype in (torch.bfloat16, torch.float16):
             autocast = logits.dtype
         if autocast == torch.float16:
             raise ContractError("float16 overflows depending on the data: use torch.autocast with bfloat16.")
-        self._watch.check()
         settings = (autocast, self._watch.modes(), tuple(logits.shape[1:]))
         if not self._graded:
             self._drop_sum()  # empty, unless a step was interrupted between its charge and its end
@@ -136,6 +128,23 @@ class TrainingLoop:
         elif self._versions != self._watch.versions():
             raise ContractError("weights changed between pieces of one draw: the certified bounds no longer hold.")
         return passage, info.mask if info.mask is None else info.mask.repeat_interleave(self.views)
+
+    def _admit(self) -> BatchInfo:
+        """The batch whose loss may be taken now; raises where the contract or the budget does not allow it."""
+        info = self._info
+        if info is None:
+            raise ContractError(
+                "the private criterion needs a new batch of the private loader for every step: iterate the returned "
+                "loader."
+            )
+        if (info.draw, info.piece) in self._graded:
+            raise ContractError("the loss was already taken on this batch: one differentiable call per batch.")
+        if any(draw != info.draw for draw, _ in self._graded):
+            self._drop_sum()  # so that a loop that is started again finds a clean state
+            raise ContractError("two sampled batches in one step: call optimizer.step() after every batch.")
+        self._refuse_overspending()
+        self._watch.check()
+        return info
 
     def _loss_taken(self) -> None:
         assert self._info is not None
@@ -234,15 +243,25 @@ class TrainingLoop:
         """
         for block in self._release.blocks:
             block.parameter.grad = None
+        with self._collection():
+            torch.autograd.backward(output, gradient.to(output.dtype))
+        self._backward_seen = True
+
+    def _gradients(self, output: Tensor, gradient: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """The same for leaves that stand for the parameters, one for each block; sums under a joint cap are added."""
+        with self._collection():
+            return torch.autograd.grad(output, leaves, gradient.to(output.dtype), allow_unused=True)
+
+    @contextlib.contextmanager
+    def _collection(self) -> Iterator[None]:
         outer, self._joint.uses = self._joint.uses, []
         self._collecting = True
         try:
             with torch.autocast(self.device.type, enabled=False):
-                torch.autograd.backward(output, gradient.to(output.dtype))
+                yield
         finally:
             self._collecting = False
             self._joint.uses = outer
-        self._backward_seen = True
 
     @torch.no_grad()
     def _take(self, index: int) -> None:
@@ -256,6 +275,10 @@ class TrainingLoop:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_closure(args[1:] if args and args[0] is optimizer else args, kwargs, optimizer)
+        if self._released:  # a fused step has charged and set its gradients already
+            self._released = self._skip = False
+            refuse_stray_gradients(optimizer, self._trained)
+            return
         self._refuse_overspending()
         info = self._info
         if info is None or (info.draw, info.piece) not in self._graded or not self._backward_seen:
@@ -270,11 +293,17 @@ class TrainingLoop:
                 block.parameter.grad = None
             return
         # charge first: an interruption after this line may waste budget but never hides a release
-        step, self.steps = self.steps, self.steps + 1
-        self._reset_batch()
+        step = self._charge()
         self._release.release(self._sensitivities, self.streams, step, self._factors)
         if self._quantiles is not None:
             self._quantiles.release(self.streams, step)
+
+    def _charge(self) -> int:
+        """Count one release of the present draw, which is spent by it: a second one would not be a fresh sample."""
+        step, self.steps = self.steps, self.steps + 1
+        self._reset_batch()
+        self._info = None
+        return step
 
     def _after_step(self, *_: Any) -> None:
         if not self._skip:

@@ -28,6 +28,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.on, self.device = device.type == "cuda", device
+        self.aside: torch.cuda.Stream | None = None
         self._runs: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any, list[Any]]] = {}
 
@@ -40,8 +41,9 @@ class Recorder:
             return self._run(key, work)
 
     def _run(self, key: Hashable, work: Callable[[], Any]) -> Any:
-        if torch.cuda.is_current_stream_capturing():
-            return work()
+        if torch.cuda.is_current_stream_capturing():  # a larger graph is being recorded, maybe with a branch for this
+            with torch.cuda.stream(self.aside):
+                return work()
         if key not in self._graphs:
             runs = self._runs.get(key, 0)
             if runs < _WARM:
@@ -49,9 +51,10 @@ class Recorder:
                 return work()
             if len(self._graphs) >= _MOST:
                 self._graphs.clear()
-            graph, reads, before = torch.cuda.CUDAGraph(), _Reads(), torch.cuda.current_stream()
+            graph, reads, before = torch.cuda.CUDAGraph(), Reads(), torch.cuda.current_stream()
+            aside = side_stream(self.device, "parts")
             try:
-                with torch.cuda.graph(graph, stream=_side(self.device), capture_error_mode="thread_local"), reads:
+                with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"), reads:
                     result = work()
             except RuntimeError as error:
                 self.on = False  # recording runs nothing, so that nothing is done twice
@@ -66,13 +69,13 @@ class Recorder:
 
 
 @functools.cache
-def _side(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     """Where to record. torch's own choice is one stream for all, of whichever device recorded first: on it, work on
     another device would run instead of being recorded."""
     return torch.cuda.Stream(device)
 
 
-class _Reads(TorchDispatchMode):
+class Reads(TorchDispatchMode):
     """Collects the memory that operators read but did not make."""
 
     def __init__(self) -> None:

@@ -143,11 +143,12 @@ class Release:
         return self.scales(sensitivities)[layers] * (_UP * self.views) / betas
 
     @torch.no_grad()
-    def release(self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None) -> None:
+    def release(self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None) -> Tensor:
         """Set every ``parameter.grad`` to (G + s_k N(0, I))/b; parameters without a gradient get pure noise.
 
         The gradients are new tensors: one that is kept by the caller never shows a later sum. ``factors`` are those of
-        :meth:`factors` for the same sensitivities, if they are at hand.
+        :meth:`factors` for the same sensitivities, if they are at hand. Returns the gradients in one piece (before a
+        pull-back).
         """
         sums = self.sums
         self.clear()  # first of all: whatever interrupts this release, no later one holds these records again
@@ -166,6 +167,7 @@ class Release:
         for view, block in zip(views, self.blocks, strict=True):
             gradient = view if block.pull_back is None else block.pull_back(view)
             block.parameter.grad = gradient.to(block.parameter.dtype)
+        return released
 
     def _draw(
         self, noise: Tensor, views: list[Tensor], sensitivities: Tensor, streams: Streams, step: int,

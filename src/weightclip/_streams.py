@@ -134,19 +134,17 @@ class Streams:
         key = self.key(label, *ints)
         out = out.detach()
         if out.device.type == "cuda":
-            return self._normal_cuda_(out, key)
+            generators = [torch.Generator(device=out.device) for _ in range(2 if self.is_secure else 1)]
+            for generator, seed in zip(generators, self.seeds(label, *ints), strict=False):
+                generator.manual_seed(seed)
+            return fill_normal_(out, generators)
         if out.device.type != "cpu":
             return out.copy_(_normal_cpu_(torch.empty(out.shape, dtype=out.dtype), dtype, key))
         return _normal_cpu_(out, dtype, key)
 
-    def _normal_cuda_(self, out: Tensor, key: bytes) -> Tensor:
-        seed1, seed2 = struct.unpack_from("<QQ", key)
-        generator = torch.Generator(device=out.device)
-        out.normal_(generator=generator.manual_seed(seed1))
-        if self.is_secure:  # a CUDA generator holds 64 bits: the sum of two needs both seeds
-            second = torch.empty_like(out).normal_(generator=generator.manual_seed(seed2))
-            out.add_(second).mul_(1.0 / math.sqrt(2.0))
-        return out
+    def seeds(self, label: str, *ints: int) -> tuple[int, int]:
+        """Two seeds of 64 bits that belong to a label and some integers, for CUDA generators."""
+        return struct.unpack_from("<QQ", self.key(label, *ints))
 
     def advance(self, nonce: int) -> Streams:
         """A child with streams of its own, e.g. for a resumed run, whose replayed steps must not reuse old noise."""
@@ -175,6 +173,14 @@ class Streams:
 
     def __repr__(self) -> str:  # never shows the root
         return "Streams.secure()" if self.is_secure else f"Streams.seeded({self._seed})"
+
+
+def fill_normal_(out: Tensor, generators: list[torch.Generator]) -> Tensor:
+    """Standard normals on CUDA: a generator holds 64 bits, the sum of two needs both seeds."""
+    out.normal_(generator=generators[0])
+    for generator in generators[1:]:
+        out.add_(torch.empty_like(out).normal_(generator=generator))
+    return out if len(generators) == 1 else out.mul_(1.0 / math.sqrt(len(generators)))
 
 
 def _normal_cpu_(out: Tensor, dtype: Any, key: bytes) -> Tensor:

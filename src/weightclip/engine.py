@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from weightclip import _checkpoint, _report
 from weightclip._adaptive import Adaptive, Quantiles
 from weightclip._criterion import PrivateCriterion
+from weightclip._fused_step import FusedStep
 from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import InputProjection, OutputGate, ShapeGuard
 from weightclip._knorm import Entrywise, KNorm, calibrate_epsilon0
@@ -300,6 +301,19 @@ class PrivacyEngine(TrainingLoop):
     def report(self, delta: float | None = None) -> dict[str, Any]:
         """A JSON-ready privacy statement: adjacency, constants, mechanisms, sensitivities, what is not covered."""
         return _report.privacy_report(self, delta)
+
+    def fused_step(self) -> FusedStep:
+        """``step(x, y)`` for a whole training step; on CUDA it is replayed as one graph (:class:`FusedStep`).
+
+        Example::
+
+            step = engine.fused_step()
+            for x, y in loader:
+                loss = step(x, y)
+        """
+        if self.model is None:
+            raise ContractError("no model yet: call make_private first.")
+        return FusedStep(self)
 
     # -- save and resume --------------------------------------------------------------------------------------------
 

@@ -99,6 +99,18 @@ def every_move_of_the_weights_is_charged() -> None:
         assert charged == moves
 
 
+def a_draw_is_released_once() -> None:
+    run = private(mlp(), table(24), sigma=1.0, batch=6)
+    x, y = next(iter(run.loader))
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+    try:
+        run.criterion(run.model(x), y).backward()
+    except wc.ContractError:
+        return
+    raise AssertionError("a spent draw served again")
+
+
 def empty_draws_are_steps_of_pure_noise() -> None:
     run = private(nn.Linear(6, 3), table(6), sigma=0.0, sample_rate=0.01, batch=1)
     empty = 0

@@ -124,6 +124,18 @@ def noise_for_every_physical_batch(patch: Patch) -> None:
     patch.setattr(TrainingLoop, "_before_step", step)
 
 
+@mutant(checks.a_draw_is_released_once)
+def one_draw_serves_for_several_steps(patch: Patch) -> None:
+    charge = TrainingLoop._charge
+
+    def kept(self) -> int:
+        info, step = self._info, charge(self)
+        self._info = info
+        return step
+
+    patch.setattr(TrainingLoop, "_charge", kept)
+
+
 @mutant(checks.every_move_of_the_weights_is_charged)
 def one_step_too_few(patch: Patch) -> None:
     before = TrainingLoop._before_step

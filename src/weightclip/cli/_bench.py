@@ -19,7 +19,8 @@ def bench(
     model: Annotated[list[str] | None, typer.Option(help="mlp, convnet, wrn-16-4, mlp-deep, mlp-4096")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="batch size (repeatable)")] = None,
     mode: Annotated[list[str] | None, typer.Option(help="plain, weights, factors, both, joint-cap, weights-fast, "
-                                                        "opacus-hooks, opacus-ghost (repeatable)")] = None,
+                                                        "opacus-hooks, opacus-ghost; as one CUDA graph: "
+                                                        "plain-graph, weights-graph, ... (repeatable)")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one")] = "",
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     seconds: Annotated[float, typer.Option(help="measuring time per mode")] = 2.0,
@@ -33,10 +34,10 @@ def bench(
     """
     import torch
 
-    from weightclip._bench import MODES, StepRow, measure, models, plot, write_csv
+    from weightclip._bench import GRAPHED, MODES, StepRow, measure, models, plot, write_csv
 
     names, batches, modes = model or ["mlp", "convnet"], batch or [64, 256], mode or list(MODES)
-    for given, known, option in ((names, list(models()), "--model"), (modes, list(MODES), "--mode")):
+    for given, known, option in ((names, list(models()), "--model"), (modes, [*MODES, *GRAPHED], "--mode")):
         for value in given:
             if value not in known:
                 raise WeightclipError(f"{option} {value}: choose from {', '.join(known)}.")
@@ -45,6 +46,10 @@ def bench(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and not torch.cuda.is_available():
         raise WeightclipError("--device cuda: torch sees no GPU here.")
+    if where.type != "cuda" and set(modes) & set(GRAPHED):
+        raise WeightclipError(f"--mode {next(m for m in modes if m in GRAPHED)}: CUDA graphs need --device cuda.")
+    if set(modes) & set(GRAPHED) and "plain-graph" not in modes:
+        modes = ["plain-graph", *modes]
     torch.set_num_threads(threads)
     rows: list[StepRow] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -1,0 +1,255 @@
+"""A whole training step in one call; on CUDA everything from the batch to the noisy gradient is one recorded graph."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weightclip._gains import numerics_for
+from weightclip._record import Reads, side_stream
+from weightclip._streams import NOISE, Streams, fill_normal_
+from weightclip.factors._conv import _weights
+from weightclip.mechanisms import constant
+from weightclip.sampling import BatchInfo
+
+if TYPE_CHECKING:
+    from weightclip.engine import PrivacyEngine
+
+_WARM = 2  # ordinary steps of a size before it is recorded
+_MOST = 32  # graphs kept
+_CHECKED = 64  # every so many steps the ordinary way is taken, which looks whether weights are finite
+
+
+@dataclass
+class _Recorded:
+    """One graph and what it reads and leaves behind."""
+
+    graph: torch.cuda.CUDAGraph
+    noise: _Noise
+    inputs: _Inputs
+    value: Tensor
+    gradients: list[Tensor]
+    flat: Tensor | None  # all gradients in one piece, where they lie so
+    bounds: tuple[Tensor, Tensor | None]
+    kept: list[Any]
+
+
+class FusedStep:
+    """``loss = step(x, y)``: zero_grad, forward, loss, backward and the optimiser's step, for a batch of the loader.
+
+    On CUDA, forward, loss, backward, bounds and noise are recorded once for each size of batch and then launched as one
+    CUDA graph; sizes are rounded up and the rest is padded with rows that count nothing. The optimiser runs as it is
+    written, so that schedules and hooks work. Everywhere else, and while a size is new, this is the ordinary loop.
+
+    What a graph asks for: the model's forward does the same operations at every call (no branches on values, no work of
+    Python's that matters). Draws in several pieces, adaptive limits, K-norm noise and batches that are not one input
+    and one target tensor take the ordinary way.
+
+    Formal guarantees:
+        A replay runs the recorded kernels of the ordinary step (projection, certified loss gradient, bounded factors,
+        sensitivities at the present weights, allocation, noise) with the step's own noise stream, charged before it is
+        launched. Whatever a graph holds fixed (modes, precision, loss, places of tensors, sigma, b, views) is part of
+        the key under which it is found; padding rows have a gradient of exact zeros.
+    """
+
+    def __init__(self, engine: PrivacyEngine) -> None:
+        self.engine = engine
+        plain = engine._quantiles is None and engine._entrywise is None and engine.bounds.refresh == 1
+        self.on = engine.device.type == "cuda" and plain
+        self._runs: dict[Hashable, int] = {}
+        self._graphs: dict[Hashable, _Recorded] = {}
+        self._buffers: dict[Hashable, _Inputs] = {}
+        self._pool: Any = None
+
+    def __call__(self, x: Any, y: Any) -> Tensor:
+        """One step on a batch of the private loader; the displayed loss, detached (it is not private)."""
+        info, tensors = self.engine._info, isinstance(x, Tensor) and isinstance(y, Tensor)
+        if not self.on or not tensors or info is None or not (info.piece == 0 and info.last):
+            return self._ordinary(x, y)
+        with torch.cuda.device(self.engine.device):
+            return self._padded(info, x, y)
+
+    def _ordinary(self, x: Any, y: Any) -> Tensor:
+        engine = self.engine
+        assert engine.model is not None
+        engine.optimizer.zero_grad()
+        loss = engine.criterion(engine.model(x), y)
+        loss.backward()
+        engine.optimizer.step()
+        return loss.detach()
+
+    def _padded(self, info: BatchInfo, x: Tensor, y: Tensor) -> Tensor:
+        engine = self.engine
+        if x.shape[:1] != (info.rows * engine.views,) or y.shape[:1] not in ((info.rows,), x.shape[:1]):
+            return self._ordinary(x, y)  # refuses with a message of its own
+        rows = _rounded(info.rows, engine.expected_batch_size)
+        per_view = engine.views if y.shape[0] == x.shape[0] else 1
+        shape = rows, tuple(x.shape[1:]), x.dtype, per_view, tuple(y.shape[1:]), y.dtype
+        if shape not in self._buffers:
+            self._buffers[shape] = _Inputs.like(x, y, rows, engine.views, per_view, engine.device)
+        inputs = self._buffers[shape]
+        inputs.fill(x, y, info, engine.views, per_view)
+        engine._info = BatchInfo(info.draw, 0, True, inputs.mask, rows)
+        key = (*shape, *self._circumstances())
+        known = key in self._graphs
+        if engine.steps % _CHECKED == 0 or (not known and self._runs.get(key, 0) < _WARM):
+            self._runs[key] = self._runs.get(key, 0) + 1
+            return self._ordinary(inputs.x, inputs.y)
+        engine._admit()
+        if not known and not self._record(key, inputs):
+            return self._ordinary(inputs.x, inputs.y)
+        return self._replay(self._graphs[key])
+
+    def _circumstances(self) -> tuple[Hashable, ...]:
+        """All that a graph holds fixed."""
+        engine, release = self.engine, self.engine._release
+        enabled = torch.is_autocast_enabled("cuda")
+        autocast = torch.get_autocast_dtype("cuda") if enabled else None
+        return (
+            engine._watch.modes(), autocast, numerics_for(engine.device, autocast), engine._watch.addresses(),
+            engine._gains.clipped, release.sigma, release.batch, release.grid, tuple(release.slack), id(engine.streams),
+        )  # fmt: skip
+
+    def _replay(self, found: _Recorded) -> Tensor:
+        engine, release = self.engine, self.engine._release
+        engine._drop_sum()
+        engine._use_mode(engine._watch.modes())
+        # charge first: an interruption after this line may waste budget but never hides a release
+        found.noise.set(engine._charge())
+        found.graph.replay()
+        engine._sensitivities, engine._factors = found.bounds
+        if found.flat is not None:  # new tensors: gradients that are kept never show a later step
+            gradients = release._views(found.flat.clone())
+        else:
+            gradients = [gradient.clone() for gradient in found.gradients]
+        for block, gradient in zip(release.blocks, gradients, strict=True):
+            block.parameter.grad = gradient
+        value = found.value.clone()
+        engine._released = True
+        try:
+            engine.optimizer.step()
+        finally:
+            engine._released = False
+        return value
+
+    def _record(self, key: Hashable, inputs: _Inputs) -> bool:
+        """Record the step for one size; False if that cannot be done, and then never again."""
+        engine, before = self.engine, torch.cuda.current_stream()
+        if len(self._graphs) >= _MOST:
+            self._graphs.clear()
+        graph, noise, reads = torch.cuda.CUDAGraph(), _Noise(engine.streams, engine.device), Reads()
+        for generator in noise.generators:
+            graph.register_generator_state(generator)
+        stream, caches = side_stream(engine.device, "step"), (_caches(), list(_weights.values()))
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"), reads:
+                value, flat, gradients = self._step(inputs, noise)
+        except RuntimeError as error:
+            self.on = False
+            torch.cuda.set_stream(before)
+            warnings.warn(f"fused steps run without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=5)
+            torch.cuda.synchronize()
+            engine._drop_sum()
+            return False
+        finally:
+            for block in engine._release.blocks:
+                block.parameter.grad = None
+        if _caches() != caches[0]:  # a constant was made in the recording, and has no value before it is launched
+            _weights.clear()
+            constant.cache_clear()  # graphs keep the memory they read
+            return False
+        bounds, kept = (engine._sensitivities, engine._factors), [reads.kept, caches[1]]
+        self._graphs[key] = _Recorded(graph, noise, inputs, value, gradients, flat, bounds, kept)
+        return True
+
+    def _step(self, inputs: _Inputs, noise: _Noise) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """What is recorded: (displayed loss, all gradients in one piece or None, the gradient of each parameter)."""
+        engine, release = self.engine, self.engine._release
+        model, stream = engine.model, torch.cuda.current_stream()
+        assert model is not None
+        beside = side_stream(engine.device, "bounds")
+        beside.wait_stream(stream)  # bounds look at weights alone: they run beside the passes
+        # leaves of this recording's own: those of the parameters belong to the stream they were made on
+        leaves = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+        logits = torch.func.functional_call(model, leaves, (inputs.x,))
+        engine._recorder.aside = beside
+        try:
+            passage, mask = engine._begin_loss(logits)
+        finally:
+            engine._recorder.aside = None
+        value, gradient = engine.criterion.graded(logits, inputs.y, mask)
+        names = {id(p): name for name, p in model.named_parameters()}
+        trained = [leaves[names[id(block.parameter)]] for block in release.blocks]
+        found = engine._gradients(passage.output, passage.lay_out(logits, gradient), trained)
+        for index, part in enumerate(found):
+            if part is not None:
+                release.add(index, part)
+        stream.wait_stream(beside)
+        flat = release.release(engine._sensitivities, noise, 0, engine._factors)  # type: ignore[arg-type]
+        engine._reset_batch()
+        gradients = [p for block in release.blocks if (p := block.parameter.grad) is not None]
+        whole = all(block.pull_back is None and block.parameter.dtype == flat.dtype for block in release.blocks)
+        return value, flat if whole else None, gradients
+
+
+class _Inputs:
+    """The places a graph reads its batch from."""
+
+    def __init__(self, x: Tensor, y: Tensor, mask: Tensor) -> None:
+        self.x, self.y, self.mask = x, y, mask
+
+    @classmethod
+    def like(cls, x: Tensor, y: Tensor, rows: int, views: int, per_view: int, device: torch.device) -> _Inputs:
+        return cls(
+            torch.zeros(rows * views, *x.shape[1:], dtype=x.dtype, device=device),
+            torch.zeros(rows * per_view, *y.shape[1:], dtype=y.dtype, device=device),
+            torch.zeros(rows, dtype=torch.bool, device=device),
+        )
+
+    def fill(self, x: Tensor, y: Tensor, info: BatchInfo, views: int, per_view: int) -> None:
+        """Copy a batch; what an earlier one left behind it becomes zeros."""
+        rows = info.rows
+        self.x[: rows * views].copy_(x, non_blocking=True)
+        self.y[: rows * per_view].copy_(y, non_blocking=True)
+        if rows < len(self.mask):
+            self.x[rows * views :].zero_()
+            self.y[rows * per_view :].zero_()
+            self.mask[rows:].fill_(False)
+        if info.mask is None:
+            self.mask[:rows].fill_(True)
+        else:
+            self.mask[:rows].copy_(info.mask, non_blocking=True)
+
+
+class _Noise:
+    """Stands for the run's streams inside a graph: the same numbers, by generators that are seeded before a launch."""
+
+    def __init__(self, streams: Streams, device: torch.device) -> None:
+        self.streams = streams
+        self.generators = [torch.Generator(device) for _ in range(2 if streams.is_secure else 1)]
+
+    def normal_(self, out: Tensor, label: str, *ints: int) -> Tensor:
+        """Standard normals of whichever step the generators are set to."""
+        return fill_normal_(out, self.generators)
+
+    def set(self, step: int) -> None:
+        """The next launch draws the noise of ``step``."""
+        for generator, seed in zip(self.generators, self.streams.seeds(NOISE, step), strict=False):
+            generator.manual_seed(seed)
+
+
+def _rounded(rows: int, batch: float) -> int:
+    """Rows of the graph that takes a draw: sizes are a sixteenth of the expected one apart, so that few are needed."""
+    step = 1 << max(3, round(math.log2(max(batch, 1.0) / 16)))
+    return -(-rows // step) * step
+
+
+def _caches() -> tuple[int, int]:
+    return len(_weights), constant.cache_info().currsize
