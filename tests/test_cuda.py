@@ -111,10 +111,11 @@ def test_recorded_views_and_secure_noise():
 
 
 def test_noise_of_recorded_steps_is_fresh_and_of_the_right_size():
-    """No gradient (all targets are invalid): what is released is the noise alone."""
+    """No gradient (every record is padding): what is released is the noise alone."""
     torch.manual_seed(0)
     model = nn.Linear(400, 50).cuda()
-    x, y = torch.randn(256, 400, device="cuda"), torch.full((256,), 77, device="cuda")
+    x, y = torch.randn(256, 400, device="cuda"), torch.zeros(256, dtype=torch.long, device="cuda")
+    nobody = torch.zeros(256, dtype=torch.bool, device="cuda")
     engine = wc.PrivacyEngine()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=256)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -122,7 +123,7 @@ def test_noise_of_recorded_steps_is_fresh_and_of_the_right_size():
                         noise_multiplier=2.0, bounds=wc.Bounds(layer_radius=1.0, cotangent_radius=0.5))  # fmt: skip
     step, found = engine.fused_step(), []
     for draw in range(40):
-        engine._on_batch(BatchInfo(draw + 1, 0, True, None, 256))
+        engine._on_batch(BatchInfo(draw + 1, 0, True, nobody, 256))
         step(x, y)
         found.append(model.weight.grad.flatten().cpu() * 256)
     assert step._graphs
@@ -133,7 +134,7 @@ def test_noise_of_recorded_steps_is_fresh_and_of_the_right_size():
 
 def test_a_fused_step_spends_its_batch_and_its_budget():
     _, _, step, engine = fused(BOUNDS["factors"], True)
-    x, y = torch.zeros(40, 3, 16, 16), torch.zeros(40, dtype=torch.long)
+    x, y = torch.zeros(40, 3, 16, 16).cuda(), torch.zeros(40, dtype=torch.long).cuda()
     with pytest.raises(wc.ContractError, match="new batch"):
         step(x, y)
     engine.budget = engine.steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -12,11 +13,22 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from weightclip.bounds import kernel_overlap
 from weightclip.bounds._operator_norms import gram_iteration, spectral_norm
+from weightclip.mechanisms import constant
 
 _BLOCK = 1024  # terms a float32 product may add up before its result goes into a float64 sum
 _LARGE = 1 << 21  # multiply-adds beyond which a CPU Gram matrix is formed in float32 blocks
 _TOGETHER = 1 << 30  # multiply-adds of one product of a batch, below which matrices of all sizes share it
 _ITERATIONS = 9  # excess of the Gram iteration: below n^(1/2^(J+2)), 0.3% at n = 256
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The Gram matrix of a layer's weight, or of one group of it."""
+
+    layer: int
+    gram: Tensor
+    share: float  # of its trace: bounds its error
+    narrow: bool  # whether the weight was float32 or narrower
 
 
 class NormBank:
@@ -36,22 +48,31 @@ class NormBank:
 
     def norms(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Bounds by path, 0-dim float64."""
-        grams: dict[int, list[tuple[str, Tensor, Tensor]]] = {}
-        found: dict[str, Tensor] = {}
-        for path, module in self.layers.items():
+        return dict(zip(self.layers, self.vector(dtype).unbind(), strict=True))
+
+    def vector(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Bounds of all layers in their order, float64."""
+        parts: dict[int, list[_Part]] = {}  # by size
+        found: list[list[Tensor]] = [[] for _ in self.layers]
+        for i, module in enumerate(self.layers.values()):
             matrix = _matrix(module, dtype)
             if matrix.device.type == "cpu" and matrix.dim() == 2 and matrix.numel() * min(matrix.shape) < _LARGE:
-                found[path] = spectral_norm(matrix) * self.factors[path]
+                found[i].append(spectral_norm(matrix))
                 continue
-            gram, error = _gram(matrix)
+            gram, share = _gram(matrix)
             for part in gram if gram.dim() == 3 else gram[None]:
-                grams.setdefault(_bucket(part.shape[-1]), []).append((path, part, error))
-        for size, entries in _merged(grams).items():
-            bounds = _largest_eigenvalue([g for _, g, _ in entries], size)
-            for i, (path, _, error) in enumerate(entries):
-                norm = (bounds[i] + error).clamp(min=0).sqrt() * (self.factors[path] * (1 + 1e-12))
-                found[path] = torch.maximum(found[path], norm) if path in found else norm
-        return {path: found[path] for path in self.layers}
+                parts.setdefault(_bucket(part.shape[-1]), []).append(
+                    _Part(i, part, share, matrix.dtype != torch.float64)
+                )
+        groups = _merged(parts)
+        if len(groups) == 1 and [p.layer for p in next(iter(groups.values()))] == list(range(len(self.layers))):
+            norms = _largest(*groups.popitem())  # one matrix a layer, all in one batch: the usual case on a device
+        else:
+            for size, entries in groups.items():
+                for part, norm in zip(entries, _largest(size, entries).unbind(), strict=True):
+                    found[part.layer].append(norm)
+            norms = torch.stack([p[0] if len(p) == 1 else torch.stack(p).amax() for p in found])
+        return norms * constant(tuple(f * (1 + 1e-12) for f in self.factors.values()), norms.device)
 
 
 def _matrix(module: nn.Module, dtype: torch.dtype) -> Tensor:
@@ -69,35 +90,43 @@ def _bucket(n: int) -> int:
     return 1 << max(0, (n - 1).bit_length())
 
 
-def _merged(grams: dict[int, list[tuple[str, Tensor, Tensor]]]) -> dict[int, list[tuple[str, Tensor, Tensor]]]:
+def _merged(parts: dict[int, list[_Part]]) -> dict[int, list[_Part]]:
     """On a device, all matrices as one batch of the largest size where that is little work: fewer launches."""
-    entries = [entry for group in grams.values() for entry in group]
-    size = max(grams, default=0)
-    if not entries or entries[0][1].device.type == "cpu" or len(entries) * size**3 > _TOGETHER:
-        return grams
-    return {size: entries}
+    entries = [entry for group in parts.values() for entry in group]
+    size = max(parts, default=0)
+    if not entries or entries[0].gram.device.type == "cpu" or len(entries) * size**3 > _TOGETHER:
+        return parts
+    return {size: sorted(entries, key=lambda part: part.layer)}
 
 
-def _gram(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The smaller Gram matrix in float64, and a bound of its error in the 2-norm."""
+def _gram(matrix: Tensor) -> tuple[Tensor, float]:
+    """The smaller Gram matrix in float64, and its error in the 2-norm as a share of its trace.
+
+    Each entry of A A^T has an error of at most gamma_k (|A| |A|^T), of 2-norm at most gamma_k ||A||_F^2, and the
+    computed trace is at least (1 - gamma_k) ||A||_F^2.
+    """
     a = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT  # n x k, n the smaller side
     k = a.shape[-1]
-    square = torch.linalg.vector_norm(a.flatten(-2), dim=-1, dtype=torch.float64).square() * (1 + 1e-9)
     if a.device.type != "cpu" or a.dtype == torch.float64:
         wide = a.double()
-        return wide @ wide.mT, square.max() * ((k + 8) * 2.0**-52)
+        return wide @ wide.mT, (k + 8) * 2.0**-52
     total = torch.zeros((*a.shape[:-1], a.shape[-2]), dtype=torch.float64)
     for start in range(0, k, _BLOCK):
         block = a[..., start : start + _BLOCK]
         total += block @ block.mT
     terms = min(k, _BLOCK) + 8
-    return total, square.max() * (terms * 2.0**-24 / (1 - terms * 2.0**-24))
+    return total, terms * 2.0**-24 / (1 - 2 * terms * 2.0**-24)
 
 
-def _largest_eigenvalue(grams: list[Tensor], size: int) -> Tensor:
-    """Upper bounds of the 2-norms of symmetric matrices, padded with zeros to one size."""
-    stack = grams[0].new_zeros(len(grams), size, size)
-    for i, gram in enumerate(grams):
-        n = gram.shape[-1]
-        stack[i, :n, :n] = gram
-    return spectral_norm(stack) if stack.device.type == "cpu" else gram_iteration(stack, _ITERATIONS)
+def _largest(size: int, entries: list[_Part]) -> Tensor:
+    """Upper bounds of ||A||_2 from symmetric matrices A A^T, padded with zeros to one size."""
+    stack = entries[0].gram.new_zeros(len(entries), size, size)
+    for i, part in enumerate(entries):
+        n = part.gram.shape[-1]
+        stack[i, :n, :n] = part.gram
+    if stack.device.type == "cpu":
+        norms = spectral_norm(stack)
+    else:  # sums of products of float32 numbers: none is above 1e82 or, but for zero, below 1e-90
+        norms = gram_iteration(stack, _ITERATIONS, moderate=all(part.narrow for part in entries))
+    trace = stack.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return (norms + trace * constant(tuple(part.share * (1 + 1e-9) for part in entries), stack.device)).sqrt()

@@ -131,7 +131,7 @@ def _recorded(model: nn.Module, optimizer: Any, loss: Any, x: Tensor, y: Tensor)
         loss(model(held[0]), held[1]).backward()
         optimizer.step()
 
-    def step() -> None:
+    def step(kept: Any = (model, optimizer)) -> None:  # the graph writes to their memory, which must not be freed
         held[0].copy_(x)
         held[1].copy_(y)
         graph.replay()

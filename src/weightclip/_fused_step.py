@@ -69,8 +69,8 @@ class FusedStep:
 
     def __call__(self, x: Any, y: Any) -> Tensor:
         """One step on a batch of the private loader; the displayed loss, detached (it is not private)."""
-        info, tensors = self.engine._info, isinstance(x, Tensor) and isinstance(y, Tensor)
-        if not self.on or not tensors or info is None or not (info.piece == 0 and info.last):
+        info, tensors = self.engine._info or self.engine._admit(), isinstance(x, Tensor) and isinstance(y, Tensor)
+        if not self.on or not tensors or not (info.piece == 0 and info.last):
             return self._ordinary(x, y)
         with torch.cuda.device(self.engine.device):
             return self._padded(info, x, y)

@@ -18,6 +18,7 @@ from weightclip.bounds._layer_norms import effective_weight, is_layer, norm_func
 from weightclip.certificate import Plan
 from weightclip.clipping import Rescale
 from weightclip.config import Bounds
+from weightclip.mechanisms import constant
 
 
 class Gains:
@@ -37,6 +38,7 @@ class Gains:
         layers = _plain_layers(plan)
         self.bank = NormBank(layers) if together and layers else None
         self._weightless: dict[int, bool] = {}
+        self._inflations: dict[Numerics, tuple[float, ...]] = {}
         self._clipped: _Clipped | None = None
         self._kept: Tensor | None = None
         self._numerics: Numerics | None = None
@@ -68,14 +70,12 @@ class Gains:
     def _from_bank(self, bank: NormBank, numerics: Numerics) -> dict[str, Scalar]:
         kept = self._clipped if numerics.weights == torch.float32 else None
         norms = None if kept is None else kept.norms_if_unchanged(bank)
-        norms = bank.norms(numerics.weights) if norms is None else norms
-        known: dict[str, Scalar] = {}
-        for path, norm in norms.items():
-            rule = layer_rule(bank.layers[path])
-            assert rule is not None
-            factor = rule.inflation(bank.layers[path], numerics)
-            known[path] = float(norm) * factor if norm.device.type == "cpu" else norm * factor
-        return known
+        norms = bank.vector(numerics.weights) if norms is None else norms
+        if numerics not in self._inflations:
+            rules = [(layer_rule(module), module) for module in bank.layers.values()]
+            self._inflations[numerics] = tuple(r.inflation(m, numerics) for r, m in rules if r is not None)
+        norms = norms * constant(self._inflations[numerics], norms.device)
+        return dict(zip(bank.layers, norms.tolist() if norms.device.type == "cpu" else norms.unbind(), strict=True))
 
     def clip(self, limits: dict[str, float]) -> None:
         """ClipWeights by rescaling (the paper's), on the norms of the bank, which then serve the next evaluation."""
@@ -86,32 +86,35 @@ class Gains:
         if self._kept is None:  # a place of its own: what is recorded reads it there
             self._kept = torch.empty_like(found)
         self._kept.copy_(found)
-        norms = dict(zip(self.bank.layers, self._kept[0].unbind(), strict=True))
         weights = [cast(Tensor, self.bank.layers[path].weight) for path in limits]
         if self.recorder.on and weights:
             torch.autograd.graph.increment_version(weights)  # a replay does not count as a write
-        self._clipped = _Clipped(norms, _versions(self.bank), self._kept[1])
+        self._clipped = _Clipped(self._kept[0], _versions(self.bank), self._kept[1])
 
     def _rescale(self, limits: dict[str, float]) -> Tensor:
         """Rescale the weights; bounds of their norms, and Frobenius norms, after that: 2 x layers, float64."""
         assert self.bank is not None
-        norms = self.bank.norms()
-        weights, scales = [], []
-        for path, limit in limits.items():
-            weight = cast(Tensor, self.bank.layers[path].weight)
-            # rounding the scaled weights to float32 moves their norm by at most 2^-24 sqrt(rank) of itself
-            room = 1 - 2.0**-24 * (2 + math.sqrt(min(weight.shape[0], weight.numel() // weight.shape[0])))
-            weights.append(weight)
-            scales.append((limit * room / norms[path]).clamp(max=1.0))
-            norms[path] = norms[path].clamp(max=limit)
-        if weights and weights[0].device.type == "cpu":
-            for weight, scale in zip(weights, scales, strict=True):
-                if float(scale) != 1.0:
-                    weight.mul_(float(scale))
+        norms, layers = self.bank.vector(), self.bank.layers
+        weights = {path: cast(Tensor, layers[path].weight) for path in limits}
+        # rounding the scaled weights to float32 moves their norm by at most 2^-24 sqrt(rank) of itself
+        room = {
+            path: 1 - 2.0**-24 * (2 + math.sqrt(min(w.shape[0], w.numel() // w.shape[0])))
+            for path, w in weights.items()
+        }
+        most = tuple(limits.get(path, math.inf) for path in layers)
+        target = tuple(limits.get(path, math.inf) * room.get(path, 1.0) for path in layers)
+        scales = (constant(target, norms.device) / norms).clamp(max=1.0)
+        places = [place for place, path in enumerate(layers) if path in limits]
+        if norms.device.type == "cpu":
+            values = scales.tolist()
+            for place, weight in zip(places, weights.values(), strict=True):
+                if values[place] != 1.0:
+                    weight.mul_(values[place])
         else:
-            for weight, scale in zip(weights, scales, strict=True):
-                weight.mul_(scale.to(weight.dtype))
-        return torch.stack([torch.stack(list(norms.values())), _frobenius(self.bank).double()])
+            narrow = scales.float().unbind()
+            for place, weight in zip(places, weights.values(), strict=True):
+                weight.mul_(narrow[place])
+        return torch.stack([norms.clamp(max=constant(most, norms.device)), _frobenius(self.bank).double()])
 
     @property
     def weightless(self) -> bool:
@@ -168,11 +171,11 @@ class Gains:
 class _Clipped:
     """Norms that clipping has just established, valid while the weights stay as they are."""
 
-    norms: dict[str, Tensor]
+    norms: Tensor  # of all layers of the bank
     versions: list[int]
     frobenius: Tensor
 
-    def norms_if_unchanged(self, bank: NormBank) -> dict[str, Tensor] | None:
+    def norms_if_unchanged(self, bank: NormBank) -> Tensor | None:
         """The norms; None when weights changed. Writes through ``.data`` bump no version, but they move ||W||_F."""
         if self.versions != _versions(bank):
             return None
@@ -181,8 +184,8 @@ class _Clipped:
         if now.device.type == "cpu":
             return None if bool(changed.any()) else self.norms
         # nothing waits for the device: where a weight moved, its Frobenius norm is a bound as well
-        free = {path: now[i] * (1.01 * bank.factors[path]) for i, path in enumerate(bank.layers)}
-        return {path: torch.where(changed[i], free[path], self.norms[path]) for i, path in enumerate(bank.layers)}
+        free = now * constant(tuple(1.01 * factor for factor in bank.factors.values()), now.device)
+        return torch.where(changed, free, self.norms)
 
 
 def _versions(bank: NormBank) -> list[int]:

@@ -71,6 +71,7 @@ class Plan:
         self.quantiles: Quantiles | None = None  # where limits follow private quantiles
         self.loss_shape = graph.nodes[graph.output].op.out_shape  # of the loss's argument, one record
         self._checked = False
+        self._projections = bounds.projections()
         self._first_use = {path: uses[0] for path, uses in graph.layers().items()}
         self._static = {}
         for i, node in enumerate(graph.nodes):
@@ -133,7 +134,7 @@ class Plan:
                 gains.append((0.0,) * len(node.edges))
                 continue
             if node.is_input:
-                outputs.append(_projected(self.bounds.projections().get("", math.inf), node.op.out_shape))
+                outputs.append(_projected(self._projections.get("", math.inf), node.op.out_shape))
                 gains.append(())
                 continue
             inputs = self._inputs(node, outputs)
@@ -168,7 +169,9 @@ class Plan:
 
         That projection has gain 1 in the chain: for p = 1 and inf its scale is detached (``InputProjection``).
         """
-        radius = self.bounds.projections().get(node.op.path, math.inf) if node.op.path else math.inf
+        radius = self._projections.get(node.op.path) if node.op.path else None
+        if radius is None:
+            return [outputs[e] for e in node.edges]
         return [least(outputs[e], _projected(radius, s)) for e, s in zip(node.edges, node.op.shapes, strict=True)]
 
     def _refuse_overflow(self, outputs: list[Scalar]) -> None:
@@ -218,7 +221,8 @@ class Plan:
             assert node.layer is not None and node.op.module is not None
             x = self._inputs(node, outputs)[0]
             module, op = node.op.module, node.op
-            a2, ap = (node.layer.factor(module, op, x, beta, e) for e in (2, p))
+            a2 = node.layer.factor(module, op, x, beta, 2)
+            ap = a2 if p == 2 else node.layer.factor(module, op, x, beta, p)
             size = math.prod(op.out_shape)
             enforced = 1 + (size + math.prod(op.shapes[0]) + 64) * _U  # norms and scales are float32
             if radius is not None:

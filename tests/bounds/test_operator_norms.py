@@ -62,6 +62,24 @@ def test_gram_iteration_is_an_upper_bound_at_every_depth(dtype: torch.dtype) -> 
     assert flat > 0.999  # orthogonal matrices attain the factor, so it cannot be smaller
 
 
+def test_the_closed_recursion_is_an_upper_bound_at_every_depth() -> None:
+    for w in matrices(torch.float64):
+        truth, n = exact(w), min(w.shape)
+        for iterations in (1, 2, 3, 6, 9, 20):
+            bound = float(gram_iteration(w, iterations, moderate=True))
+            assert bound >= truth * (1 - 1e-15), (w.shape, iterations)
+            assert bound <= truth * n ** (0.5 ** (iterations + 1)) * (1 + 1e-9)
+    w = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for scale in (1e90, 1e-90):
+        torch.testing.assert_close(
+            gram_iteration(w * scale, 9, moderate=True), gram_iteration(w, 9) * scale, rtol=1e-10, atol=0.0
+        )
+    assert float(gram_iteration(torch.zeros(3, 2, dtype=torch.float64), 9, moderate=True)) == 0
+    for bad in (math.nan, math.inf):
+        w = torch.tensor([[1.0, bad], [0.0, 1.0]], dtype=torch.float64)
+        assert not math.isfinite(float(gram_iteration(w, 9, moderate=True)))
+
+
 def test_default_depth_is_within_one_in_ten_thousand() -> None:
     for w in matrices():
         assert float(gram_iteration(w)) <= exact(w) * (1 + 1.1e-4)

@@ -93,15 +93,28 @@ class CrossEntropy(Loss):
         if not usual or z.dtype != torch.float32 or y.dim() != 1:
             return super().both(z, y)
         v = z if self.temperature == 1 else z / self.temperature
+        factor = self._outer() / self.temperature * (1 - _slack(z.dtype, z.dtype))
+        if z.device.type == "cpu" and self._all_usual(v, y):  # what follows, bit for bit, with every mask true
+            logp, index = torch.log_softmax(v, 1), y.long().unsqueeze(1)
+            g = logp.exp().scatter_add_(1, index, torch.full(index.shape, -1.0))
+            return logp.gather(1, index).squeeze(1) * (-self._outer()), g if factor == 1 else g.mul_(factor)
         index, good, ok = self._index(v, y)
         logp = torch.log_softmax(v, 1)
         mass = good.to(v.dtype)
         values = logp.gather(1, index).squeeze(1)
         ok = ok & torch.isfinite(values) & torch.isfinite(z.sum(1))
         g = (logp.exp() * mass).scatter_add(1, index, -mass)
-        factor = self._outer() / self.temperature * (1 - _slack(z.dtype, z.dtype))
         values = torch.where(ok, values * (-self._outer()) * mass.squeeze(1), 0)
         return values, (g if factor == 1 else g * factor).masked_fill(~ok[:, None], 0)
+
+    def _all_usual(self, v: Tensor, y: Tensor) -> bool:
+        """Whether every label is a class that counts and no output is near overflow."""
+        if len(v) == 0 or y.shape != v.shape[:1] or v.shape[1] < 2:
+            return False
+        low, high = (int(bound) for bound in torch.aminmax(y))
+        least, most = (float(bound) for bound in torch.aminmax(v))  # NaN if one is
+        ignored = low <= self.ignore_index <= high
+        return low >= 0 and high < v.shape[1] and not ignored and least > -1e30 and most < 1e30
 
     def _gradient(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         v = z if self.temperature == 1 else z / self.temperature
