@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from weightclip._graph import refuse_other_shapes
+from weightclip._row_kernels import fits, project
 from weightclip.errors import ContractError
 from weightclip.factors import is_plain
 from weightclip.factors._limits import transforming
@@ -71,7 +72,7 @@ def _project_values(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
         scaled = scaled.clone() if scaled is x else scaled
         scaled[~good] = _project_widely(x[~good], radius, dims)
         return scaled
-    return _project_widely(x, radius, dims)
+    return project(x, radius) if fits(x) else _project_widely(x, radius, dims)
 
 
 def _project_widely(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 
 from weightclip.losses import CrossEntropy
 
-
 LOSSES = [CrossEntropy(), CrossEntropy(temperature=0.3), CrossEntropy(scale_by_temperature=True, temperature=2.0)]
 
 

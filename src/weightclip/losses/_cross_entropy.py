@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weightclip._row_kernels import cross_entropy, fits_classes
 from weightclip.errors import ContractError, WeightclipError
 from weightclip.losses._base import (
     Loss,
@@ -92,8 +93,11 @@ class CrossEntropy(Loss):
         usual = self._one_hot(y) and self.class_weights is None and self.cap is None and z.dim() == 2
         if not usual or z.dtype != torch.float32 or y.dim() != 1:
             return super().both(z, y)
-        v = z if self.temperature == 1 else z / self.temperature
         factor = self._outer() / self.temperature * (1 - _slack(z.dtype, z.dtype))
+        if fits_classes(z, y):
+            self._check_labels(z, y)
+            return cross_entropy(z, y, self.ignore_index, self.temperature, self._outer(), factor)
+        v = z if self.temperature == 1 else z / self.temperature
         if z.device.type == "cpu" and self._all_usual(v, y):  # what follows, bit for bit, with every mask true
             logp, index = torch.log_softmax(v, 1), y.long().unsqueeze(1)
             g = logp.exp().scatter_add_(1, index, torch.full(index.shape, -1.0))
@@ -185,16 +189,19 @@ class CrossEntropy(Loss):
 
     def _index(self, v: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Class indices made safe and the positions that count (both N x 1 x positions), and each record's validity."""
+        self._check_labels(v, y)
+        y = y.long().unsqueeze(1)
+        index = y.clamp(0, v.shape[1] - 1)
+        known, ignored = y == index, y == self.ignore_index
+        return index, known & ~ignored, _rows(known | ignored).all(1)
+
+    def _check_labels(self, v: Tensor, y: Tensor) -> None:
         self._check_shape(tuple(v.shape[1:]))
         if y.shape != v.shape[:1] + v.shape[2:]:
             raise ContractError(
                 f"CrossEntropy: labels of shape {tuple(y.shape)} do not match outputs {tuple(v.shape)}; "
                 f"expected class indices of shape {tuple(v.shape[:1] + v.shape[2:])}"
             )
-        y = y.long().unsqueeze(1)
-        index = y.clamp(0, v.shape[1] - 1)
-        known, ignored = y == index, y == self.ignore_index
-        return index, known & ~ignored, _rows(known | ignored).all(1)
 
     def _check_shape(self, shape: Shape) -> None:
         if len(shape) < 1 or shape[0] < 2:
