@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from weightclip.factors._conv import patch_norm_squared, patch_weights
-from weightclip.factors._kernel import dense_gradient, fits, fused_scale, weight_gradient
+from weightclip.factors._kernel import dense_gradient, fits, fused_scale, record_sums, weight_gradient
 from weightclip.factors._limits import record_scale, squared_norm
 
 CASES = [  # records, in, out, size, stride, padding, dilation, kernel
@@ -83,6 +83,29 @@ def test_dense_layers_with_positions(places, interpreter):
     weighted = d * scale.view(-1, *(1,) * (d.dim() - 1))
     expected = torch.einsum("...o,...i->oi", weighted.double(), x.double())
     torch.testing.assert_close(dense_gradient(x, d, scale), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("shape", [(5, 3, 7), (2, 70, 4), (9, 1, 1), (3, 16, 40, 30)])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_sums_over_records_and_positions(shape, last, scaled, interpreter):
+    generator = torch.Generator().manual_seed(0)
+    x, d = (torch.randn(shape, generator=generator).flatten(2) for _ in range(2))
+    if last:
+        x, d = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, d))
+    scale = torch.rand(shape[0], generator=generator) if scaled else None
+    weight = torch.ones(shape[0]) if scale is None else scale
+    if scale is not None:
+        x[0], d[1], scale[0], scale[1] = float("nan"), float("inf"), 0.0, 0.0
+    keep = weight > 0
+    plain = torch.einsum("n,ncp->c", weight.double()[keep], d.double()[keep])
+    product = torch.einsum("n,ncp,ncp->c", weight.double()[keep], d.double()[keep], x.double()[keep])
+    x, d, scale = (None if t is None else t.to(interpreter) for t in (x, d, scale))
+    assert d is not None
+    torch.testing.assert_close(record_sums(d, scale)[0].cpu(), plain, rtol=1e-12, atol=1e-12)
+    found = record_sums(d, scale, x)
+    torch.testing.assert_close(found.cpu(), torch.stack([plain, product]), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about the overflow that is meant to happen

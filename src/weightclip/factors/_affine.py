@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from weightclip.factors._kernel import fits, record_sums
 from weightclip.factors._limits import CAP, cap_scale, masked, product_rounding, record_scale, squared_norm, wide
 
 
@@ -78,9 +79,13 @@ class AffineFunction(torch.autograd.Function):
                 if flags & CAP:
                     norm = affine_record_norm(x, d, dims, bias_part)
                     scale = cap_scale(scale, norm, x_norm, d_norm, limits, *ctx.counter)
-            ds, xs = masked(d, scale, True), masked(x, scale, False)
-            if ctx.needs_input_grad[1]:
-                gw = summed(ds * xs, weight.shape, first).to(weight.dtype)
-            if ctx.needs_input_grad[2]:
-                gb = summed(ds, weight.shape, first).to(weight.dtype)
+            if first == 1 and weight.dim() == 1 and fits(x, d):
+                gb, gw = record_sums(d.flatten(2), scale, x.flatten(2)).to(weight.dtype).unbind()
+                gw, gb = (g if needed else None for g, needed in zip((gw, gb), ctx.needs_input_grad[1:3], strict=True))
+            else:
+                ds, xs = masked(d, scale, True), masked(x, scale, False)
+                if ctx.needs_input_grad[1]:
+                    gw = summed(ds * xs, weight.shape, first).to(weight.dtype)
+                if ctx.needs_input_grad[2]:
+                    gb = summed(ds, weight.shape, first).to(weight.dtype)
         return gx, gw, gb, *([None] * (4 + len(ctx.counter)))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._kernel import fits, fits_scale, fused_scale, weight_gradient
+from weightclip.factors._kernel import fits, fits_scale, fused_scale, record_sums, weight_gradient
 from weightclip.factors._limits import CAP, KIND_SHIFT, cap_scale, masked, record_scale, squared_norm, unchunked, wide
 from weightclip.factors._record_norms import FREE, Geometry, conv_record_norm
 
@@ -53,6 +53,8 @@ def patch_weights(x: Tensor, out: tuple[int, ...], kernel, stride, dilation, pad
 def channel_sums(d: Tensor, scale: Tensor | None, alone: bool = False) -> Tensor:
     """sum_i scale_i sum over positions of delta_i, in float64; ``alone``: float32 within a record, whose own rounding
     that is (as that of a product of one record, ``_release.sum_slack``)."""
+    if fits(d, d):
+        return record_sums(d.flatten(2), scale)[0]
     flat = d.flatten(2)
     sums = flat.sum(2).double() if alone and d.dtype == torch.float32 else flat.sum(2, dtype=torch.float64)
     if scale is not None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._kernel import dense_gradient, fits, fits_scale, fused_scale
+from weightclip.factors._kernel import dense_gradient, fits, fits_scale, fused_scale, record_sums
 from weightclip.factors._limits import (
     CAP,
     Counts,
@@ -91,6 +91,8 @@ def _in_blocks(x: Tensor, d: Tensor) -> Tensor:
 
 def bias_product(d: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """sum_i scale_i delta_i over records and positions, channels last."""
+    if fits(d, d):
+        return record_sums(d.reshape(d.shape[0], -1, d.shape[-1]).transpose(1, 2), scale)[0]
     d = masked(d, scale, True)
     return d.reshape(-1, d.shape[-1]).sum(0, dtype=torch.promote_types(dtype, torch.float64))
 

@@ -72,6 +72,32 @@ def dense_gradient(x: Tensor, d: Tensor, scale: Tensor | None) -> Tensor:
     return weight_gradient(x, d, scale, (1, 1), (1, 1), (0, 0), (1, 1))[:, :, 0, 0]
 
 
+def record_sums(d: Tensor, scale: Tensor | None, x: Tensor | None = None) -> Tensor:
+    """Per channel, sum_n scale_n (sum over positions of d) and, with ``x``, of d x: 1 or 2 x channels, float64.
+
+    torch would make a float64 copy of ``d`` first. ``d`` and ``x`` are (records, channels, positions), any strides.
+
+    Formal guarantees:
+        Products and sums are float64 throughout, with no atomics; a record with scale 0 adds exact zeros.
+    """
+    channels, total = d.shape[1], d.shape[0] * d.shape[2]
+    last = d.stride(1) == 1 and channels > 1
+    wide = min(64, 1 << (channels - 1).bit_length()) if last else 1
+    depth = 1024 // wide
+    across = -(-channels // wide)
+    parts = max(1, min(-(-total // (4 * depth)), 2 * _PROGRAMS // across))
+    share = -(-total // (parts * depth)) * depth
+    parts = -(-total // share)
+    other = d if x is None else x
+    found = torch.empty(parts, 1 if x is None else 2, channels, dtype=torch.float64, device=d.device)
+    with torch.cuda.device_of(d):
+        _kernels().sums[(across, parts)](
+            other, d, d if scale is None else scale, found, channels, d.shape[2], total, share, *other.stride(),
+            *d.stride(), scale is not None, x is not None, wide, depth, num_warps=4,
+        )  # fmt: skip
+    return found[0] if parts == 1 else found.sum(0)
+
+
 def fits_scale(x: Tensor, d: Tensor, flags: int) -> bool:
     """Whether :func:`fused_scale` can take these tensors: each record in one piece, no measured caps."""
     return fits(x, d) and flags < 1 << KIND_SHIFT and flags > 0 and _dense(x) and _dense(d)

@@ -62,6 +62,41 @@ def products(
 
 
 @triton.jit
+def sums(
+    x, d, scale, out, channels, POSITIONS: tl.constexpr, total, share, xn, xc, xp, dn, dc, dp,
+    SCALED: tl.constexpr, PRODUCT: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out[part, 0, c] = sum over this part's (record, position) of d; out[part, 1, c] = that of d x if PRODUCT."""
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    plain = tl.zeros((CHANNELS, DEPTH), dtype=tl.float64)
+    product = tl.zeros((CHANNELS, DEPTH), dtype=tl.float64)
+    first = tl.program_id(1) * share
+    for start in range(first, min(first + share, total), DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        n = k // POSITIONS
+        position = k % POSITIONS
+        record = n.to(tl.int64)
+        inside = (c < channels)[:, None] & (k < total)[None, :]
+        at = d + (record * dn + position * dp)[None, :] + c[:, None] * dc
+        a = tl.load(at, mask=inside, other=0.0).to(tl.float64)
+        if SCALED:
+            s = tl.load(scale + n, mask=k < total, other=0.0).to(tl.float64)[None, :]
+            a = tl.where(s > 0, a * s, 0.0)
+        plain += a
+        if PRODUCT:
+            at = x + (record * xn + position * xp)[None, :] + c[:, None] * xc
+            b = tl.load(at, mask=inside, other=0.0).to(tl.float64)
+            if SCALED:
+                b = tl.where(s > 0, b, 0.0)
+            product += a * b
+    rows = 2 if PRODUCT else 1
+    place = out + tl.program_id(1).to(tl.int64) * rows * channels + c
+    tl.store(place, tl.sum(plain, 1), mask=c < channels)
+    if PRODUCT:
+        tl.store(place + channels, tl.sum(product, 1), mask=c < channels)
+
+
+@triton.jit
 def scales(
     x, d, counts, limits, out, x_size, d_size, x_step, d_step, places, tiny_x, tiny_d, bias,
     WEIGHTED: tl.constexpr, CHANNELS: tl.constexpr, FLAGS: tl.constexpr, FLOOR: tl.constexpr, SMALLEST: tl.constexpr,
