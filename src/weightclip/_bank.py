@@ -126,7 +126,8 @@ def _largest(size: int, entries: list[_Part]) -> Tensor:
         stack[i, :n, :n] = part.gram
     if stack.device.type == "cpu":
         norms = spectral_norm(stack)
-    else:  # sums of products of float32 numbers: none is above 1e82 or, but for zero, below 1e-90
+    else:  # sums of products of float32 numbers: none is above 1e82
+        stack.diagonal(dim1=-2, dim2=-1).add_(1e-80)  # enlarges the norm by that, so that no matrix is zero
         norms = gram_iteration(stack, _ITERATIONS, moderate=all(part.narrow for part in entries))
     trace = stack.diagonal(dim1=-2, dim2=-1).sum(-1)
     return (norms + trace * constant(tuple(part.share * (1 + 1e-9) for part in entries), stack.device)).sqrt()

@@ -191,8 +191,10 @@ class FusedStep:
         for index, part in enumerate(found):
             if part is not None:
                 release.add(index, part)
+        with torch.cuda.stream(beside):  # nor does the noise wait for the passes
+            drawn = release.noise(engine._sensitivities, noise, 0, engine._factors)  # type: ignore[arg-type]
         stream.wait_stream(beside)
-        flat = release.release(engine._sensitivities, noise, 0, engine._factors)  # type: ignore[arg-type]
+        flat = release.release(engine._sensitivities, engine.streams, 0, engine._factors, drawn)
         engine._reset_batch()
         gradients = [p for block in release.blocks if (p := block.parameter.grad) is not None]
         whole = all(block.pull_back is None and block.parameter.dtype == flat.dtype for block in release.blocks)

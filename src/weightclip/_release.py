@@ -143,21 +143,20 @@ class Release:
         return self.scales(sensitivities)[layers] * (_UP * self.views) / betas
 
     @torch.no_grad()
-    def release(self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None) -> Tensor:
+    def release(
+        self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Set every ``parameter.grad`` to (G + s_k N(0, I))/b; parameters without a gradient get pure noise.
 
         The gradients are new tensors: one that is kept by the caller never shows a later sum. ``factors`` are those of
-        :meth:`factors` for the same sensitivities, if they are at hand. Returns the gradients in one piece (before a
-        pull-back).
+        :meth:`factors` for the same sensitivities, ``noise`` that of :meth:`noise` for the same arguments, if they are
+        at hand. Returns the gradients in one piece (before a pull-back).
         """
         sums = self.sums
         self.clear()  # first of all: whatever interrupts this release, no later one holds these records again
-        released = torch.empty(sum(self.sizes), dtype=self.noise_dtype, device=self.device)
+        released = self.noise(sensitivities, streams, step, factors) if noise is None else noise
         views = self._views(released)
-        if self.sigma > 0:
-            self._draw(released, views, sensitivities, streams, step, factors)
-        else:
-            released.zero_()
         pairs = [(view, total) for view, total in zip(views, sums, strict=True) if total is not None]
         if pairs:
             torch._foreach_add_([v for v, _ in pairs], [t for _, t in pairs])  # pyright: ignore[reportPrivateImportUsage]
@@ -168,6 +167,15 @@ class Release:
             gradient = view if block.pull_back is None else block.pull_back(view)
             block.parameter.grad = gradient.to(block.parameter.dtype)
         return released
+
+    @torch.no_grad()
+    def noise(self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None) -> Tensor:
+        """The noise of one step's sum, all parameters in one piece; zeros without noise."""
+        noise = torch.empty(sum(self.sizes), dtype=self.noise_dtype, device=self.device)
+        if self.sigma > 0:
+            self._draw(noise, self._views(noise), sensitivities, streams, step, factors)
+            return noise
+        return noise.zero_()
 
     def _draw(
         self, noise: Tensor, views: list[Tensor], sensitivities: Tensor, streams: Streams, step: int,

@@ -7,6 +7,7 @@ on the number of records, or on the number of workers and threads.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -134,7 +135,7 @@ class Streams:
         key = self.key(label, *ints)
         out = out.detach()
         if out.device.type == "cuda":
-            generators = [torch.Generator(device=out.device) for _ in range(2 if self.is_secure else 1)]
+            generators = _cuda_generators(out.device)[: 2 if self.is_secure else 1]
             for generator, seed in zip(generators, self.seeds(label, *ints), strict=False):
                 generator.manual_seed(seed)
             return fill_normal_(out, generators)
@@ -173,6 +174,11 @@ class Streams:
 
     def __repr__(self) -> str:  # never shows the root
         return "Streams.secure()" if self.is_secure else f"Streams.seeded({self._seed})"
+
+
+@functools.cache
+def _cuda_generators(device: torch.device) -> list[torch.Generator]:
+    return [torch.Generator(device=device) for _ in range(2)]  # seeded anew for every use
 
 
 def fill_normal_(out: Tensor, generators: list[torch.Generator]) -> Tensor:

@@ -74,7 +74,6 @@ def test_the_closed_recursion_is_an_upper_bound_at_every_depth() -> None:
         torch.testing.assert_close(
             gram_iteration(w * scale, 9, moderate=True), gram_iteration(w, 9) * scale, rtol=1e-10, atol=0.0
         )
-    assert float(gram_iteration(torch.zeros(3, 2, dtype=torch.float64), 9, moderate=True)) == 0
     for bad in (math.nan, math.inf):
         w = torch.tensor([[1.0, bad], [0.0, 1.0]], dtype=torch.float64)
         assert not math.isfinite(float(gram_iteration(w, 9, moderate=True)))

@@ -76,8 +76,8 @@ def gram_iteration(
         weight: ``(..., m, n)``, real or complex.
         iterations: number J of products; None takes as many as bring the excess below 1e-4.
         dtype: float64, or float32 (faster; the margin is then of order rank · n · 2⁻²⁴).
-        moderate: entries are float64 and known to lie between 1e-100 and 1e100 (or to be zero). They are not scaled
-            then, and the recursion is closed to a product: a third of the launches, a margin of 1e-11.
+        moderate: matrices are float64, known to have entries between 1e-100 and 1e100 (or zero, but not all). They are
+            not scaled then, and the recursion is closed to a product: a third of the launches, a margin of 1e-11.
 
     Returns:
         float64 tensor of the leading shape.
@@ -105,7 +105,7 @@ def gram_iteration(
     f = f_0
     scales = []
     for j in range(iterations):
-        a = a / f.clamp_min(_TINY)[..., None, None]
+        a = a / (f if moderate else f.clamp_min(_TINY))[..., None, None]
         if j == 0:
             a = a.to(_match(dtype, a))
         a = a.mH @ a
