@@ -2,7 +2,7 @@
 
 Every mode trains the same model on the same batch with Adam; the clock runs over zero_grad, forward, loss, backward and
 step, after warm-up, and the modes take turns so that a slow spell hits all of them. Loading data is left out. On a GPU
-the clock stops every eight steps, as in training, where nothing waits for the device after each step.
+the clock stops every eight steps (two if they are slow): in training nothing waits for the device after each step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from weightclip.factors import CapNorm, Product
 from weightclip.models import MLP, ConvNet, WideResNet
 from weightclip.sampling import BatchInfo
 
-_BLOCK = 8  # steps on a GPU between two looks at the clock
+_BLOCK = 8  # steps on a GPU between two looks at the clock; 2 where a step takes longer than _LONG seconds
+_LONG = 0.05
 MODES = ("plain", "weights", "factors", "both", "joint-cap", "weights-fast", "opacus-hooks", "opacus-ghost")
 GRAPHED = ("plain-graph", "weights-graph", "factors-graph", "both-graph", "joint-cap-graph")  # the step as a CUDA graph
 COLUMNS = ("device", "model", "batch", "mode", "ms", "ratio", "peak_gib", "spread", "precision")
@@ -179,13 +180,13 @@ def measure(
                 steps[mode], peaks[mode] = _warm(mode, name, batch, device)
             except torch.OutOfMemoryError:
                 steps.pop(mode, None)
-        once = {mode: _timed(step, device) for mode, step in steps.items()}
-        block = _BLOCK if device.type == "cuda" else 1
+        once = {mode: _timed(step, device, 1) for mode, step in steps.items()}
+        block = 1 if device.type != "cuda" else _BLOCK if statistics.median(once.values()) < _LONG else 2
         rounds = max(5, min(400, math.ceil(seconds / max(1e-5, block * statistics.median(once.values())))))
         times: dict[str, list[float]] = {mode: [] for mode in steps}
         for _ in range(rounds):
             for mode, step in steps.items():
-                times[mode].append(_timed(step, device))
+                times[mode].append(_timed(step, device, block))
     medians = {mode: statistics.median(t) for mode, t in times.items()}
     label = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x{torch.get_num_threads()}"
     rows = []
@@ -215,17 +216,17 @@ def _warm(mode: str, name: str, batch: int, device: torch.device) -> tuple[Calla
     return step, round((torch.cuda.max_memory_allocated(device) - held) / 2**30, 4)
 
 
-def _timed(step: Callable[[], None], device: torch.device) -> float:
+def _timed(step: Callable[[], None], device: torch.device, block: int) -> float:
     if device.type != "cuda":
         began = time.perf_counter()
         step()
         return time.perf_counter() - began
     torch.cuda.synchronize(device)
     began = time.perf_counter()
-    for _ in range(_BLOCK):
+    for _ in range(block):
         step()
     torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) / _BLOCK
+    return (time.perf_counter() - began) / block
 
 
 def write_csv(rows: Sequence[StepRow], path: Path) -> None:

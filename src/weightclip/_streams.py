@@ -7,7 +7,6 @@ on the number of records, or on the number of workers and threads.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import os
@@ -57,6 +56,21 @@ class _Philox(threading.local):
 
 
 _philox = _Philox()
+
+
+class _Cuda(threading.local):
+    """Two reusable generators per thread and device, seeded anew for every use: no other thread may come in between."""
+
+    def __init__(self) -> None:
+        self.made: dict[torch.device, list[torch.Generator]] = {}
+
+    def generators(self, device: torch.device) -> list[torch.Generator]:
+        if device not in self.made:
+            self.made[device] = [torch.Generator(device=device) for _ in range(2)]
+        return self.made[device]
+
+
+_cuda = _Cuda()
 
 
 class Streams:
@@ -135,7 +149,7 @@ class Streams:
         key = self.key(label, *ints)
         out = out.detach()
         if out.device.type == "cuda":
-            generators = _cuda_generators(out.device)[: 2 if self.is_secure else 1]
+            generators = _cuda.generators(out.device)[: 2 if self.is_secure else 1]
             for generator, seed in zip(generators, self.seeds(label, *ints), strict=False):
                 generator.manual_seed(seed)
             return fill_normal_(out, generators)
@@ -174,11 +188,6 @@ class Streams:
 
     def __repr__(self) -> str:  # never shows the root
         return "Streams.secure()" if self.is_secure else f"Streams.seeded({self._seed})"
-
-
-@functools.cache
-def _cuda_generators(device: torch.device) -> list[torch.Generator]:
-    return [torch.Generator(device=device) for _ in range(2)]  # seeded anew for every use
 
 
 def fill_normal_(out: Tensor, generators: list[torch.Generator]) -> Tensor:

@@ -69,7 +69,7 @@ def runtime(
     batches: Annotated[
         str, typer.Option(help="Comma-separated logical batch sizes; the paper's range by default.")
     ] = "",
-    modes: Annotated[str, typer.Option(help="Comma-separated modes; all by default.")] = "",
+    modes: Annotated[str, typer.Option(help="Comma-separated modes; all by default, CUDA graphs on CUDA.")] = "",
     seconds: Annotated[float, typer.Option(help="Measuring time per mode.")] = 1.0,
     tf32: Annotated[bool, typer.Option(help="TF32 products in every mode.")] = False,
     figure: Annotated[bool, typer.Option(help="Draw the figure only, from the results already there.")] = False,
@@ -90,7 +90,7 @@ def runtime(
             raise typer.BadParameter(f"{batches!r} is no list of whole numbers", param_hint="--batches") from error
         run(
             out, _device(device), batches=sizes, models=_names(models, tuple(SUBJECTS), "models"),
-            modes=_names(modes, tuple(MODES), "modes"), seconds=seconds, tf32=tf32,
+            modes=_names(modes, tuple(MODES), "modes") if modes else None, seconds=seconds, tf32=tf32,
             say=lambda line: typer.echo(line, err=True),
         )  # fmt: skip
     path = runtime_figure(out / "runtime.csv", out / "runtime.png")
