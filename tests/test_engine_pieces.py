@@ -132,3 +132,37 @@ def test_draws_differ_in_size_and_the_divisor_does_not() -> None:
         shown.backward()
         run.optimizer.step()
     assert len(sizes) > 1
+
+
+def test_a_loss_of_an_abandoned_draw_does_not_enter_a_later_release() -> None:
+    """A record of both draws would count twice in one release."""
+    data = table(24)
+    run = private(mlp(), data, batch=8, max_physical_batch_size=3)
+    x, y = next(iter(run.loader))
+    old = run.criterion(run.model(x), y)
+    for x, y in run.loader:
+        loss = run.criterion(run.model(x), y)
+        with pytest.raises(wc.ContractError, match="earlier draw"):
+            (loss + old).backward()
+        break
+    run.engine._drop_sum()
+    run.train()
+    assert run.engine.steps == 3
+
+
+def test_a_piece_whose_draw_was_released_enters_no_later_one() -> None:
+    run = private(nn.Linear(6, 3), table(24), batch=8, max_physical_batch_size=3)
+    old, left = None, 0
+    for x, y in run.loader:
+        loss = run.criterion(run.model(x), y)
+        last = run.engine._info is not None and run.engine._info.last
+        if not last and run.engine.steps == 0:
+            old = loss if old is None else old
+            continue
+        if run.engine.steps == 1 and old is not None:
+            with pytest.raises(wc.ContractError, match="earlier draw"):
+                old.backward()
+            old, left = None, 1
+        loss.backward()
+        run.optimizer.step()
+    assert left == 1 and run.engine.steps == 3

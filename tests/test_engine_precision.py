@@ -6,7 +6,19 @@ import shutil
 
 import pytest
 import torch
-from tests.engine_kit import Run, cnn, difference, layer_norms, mlp, pictures, private, release, residual, table
+from tests.engine_kit import (
+    Run,
+    cnn,
+    difference,
+    layer_norms,
+    mlp,
+    pictures,
+    private,
+    release,
+    residual,
+    same_bits,
+    table,
+)
 from torch import nn
 
 import weightclip as wc
@@ -147,6 +159,20 @@ def test_bfloat16_autocast_trains_with_float32_gradients_within_the_sensitivity(
         assert 0 < moved <= limits[layer]["sensitivity"]
     # gradients are stored in float32: not all of them fit in bfloat16
     assert any(bool((g != g.bfloat16().float()).any()) for g in runs[0].grads().values())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_autocast_context_around_all_steps_casts_the_weights_of_each(fused: bool) -> None:
+    """autocast keeps its casts until the context ends: a forward on old weights has bounds of its own."""
+    inside, around = (private(mlp(), table(24), batch=8) for _ in range(2))
+    step = around.engine.fused_step()
+    under_autocast(inside)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        if not fused:
+            around.train()
+        for x, y in around.loader if fused else ():
+            step(x, y)
+    assert around.engine.steps == 3 and same_bits(inside.weights(), around.weights())
 
 
 def test_under_autocast_the_certificate_takes_weights_as_cast() -> None:

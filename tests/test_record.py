@@ -92,6 +92,21 @@ def test_work_that_cannot_be_recorded_runs_plainly_with_a_warning(fake, monkeypa
     assert back == ["the user's stream"]  # torch leaves the recording's stream only where recording succeeds
 
 
+def test_a_branch_of_a_larger_graph_is_kept_when_recording_is_off(fake, monkeypatch):
+    """Noise is drawn on that branch: factors made on another one might not be there yet when it reads them."""
+    entered = []
+
+    @contextlib.contextmanager
+    def stream(which):
+        entered.append(which)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    recorder = Recorder(torch.device("cuda"))
+    recorder.on, recorder.aside = False, "branch"  # type: ignore[assignment]
+    assert recorder("key", lambda: list(entered)) == ["branch"]
+
+
 def test_recording_and_replays_happen_on_the_models_device(fake, monkeypatch):
     """On another device nothing would be recorded: replays would do nothing, and return the numbers of long ago."""
     inside, streams = [], []

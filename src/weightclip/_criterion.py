@@ -65,8 +65,8 @@ class PrivateCriterion(nn.Module):
         engine: PrivacyEngine = self.__dict__["_engine"]
         passage, mask = engine._begin_loss(logits)
         value, gradient = self.graded(logits, target, mask)
-        todo = (passage.output, passage.lay_out(logits, gradient))  # hidden from autograd in a tuple
         engine._loss_taken()
+        todo = (passage.output, passage.lay_out(logits, gradient), engine._graded)  # hidden from autograd in a tuple
         if passage.compiled:  # no wall there: the user's backward pass must not enter the model's graph
             return _Summed.apply(engine._gate.anchor, value, None, todo, engine)  # type: ignore[return-value]
         return _Summed.apply(logits, value, gradient, todo, engine)  # type: ignore[return-value]

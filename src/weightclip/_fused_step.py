@@ -143,6 +143,7 @@ class FusedStep:
         engine, before = self.engine, torch.cuda.current_stream()
         if len(self._graphs) >= _MOST:
             self._graphs.clear()
+            self._pool = None  # a pool ends with its last graph
         graph, noise, reads = torch.cuda.CUDAGraph(), _Noise(engine.streams, engine.device), Reads()
         for generator in noise.generators:
             graph.register_generator_state(generator)
@@ -215,6 +216,7 @@ class _Inputs:
             torch.zeros(rows, dtype=torch.bool, device=device),
         )
 
+    @torch.no_grad()
     def fill(self, x: Tensor, y: Tensor, info: BatchInfo, views: int, per_view: int) -> None:
         """Copy a batch; what an earlier one left behind it becomes zeros."""
         rows = info.rows

@@ -100,6 +100,8 @@ class TrainingLoop:
             self._drop_sum()
         self._info = info
         self._gate.clear()
+        # an autocast context around several steps would go on with its casts of weights from before the last one
+        torch.clear_autocast_cache()
 
     # -- the loss -----------------------------------------------------------------------------------------------------
 
@@ -235,12 +237,15 @@ class TrainingLoop:
 
     # -- the backward pass --------------------------------------------------------------------------------------------
 
-    def _collect(self, output: Tensor, gradient: Tensor) -> None:
+    def _collect(self, output: Tensor, gradient: Tensor, graded: set[tuple[int, int]]) -> None:
         """A backward pass of its own, from the model's output with the certified gradient, into the engine's sum.
 
         It runs inside the user's backward pass. Whatever else that pass carries to the parameters (other loss terms,
-        penalties on weights or activations) arrives while nothing is collected, and is dropped.
+        penalties on weights or activations) arrives while nothing is collected, and is dropped. ``graded`` is what the
+        loss was taken into: a loss that is older than the present sum belongs to a draw that was released or dropped.
         """
+        if graded is not self._graded:
+            raise ContractError("backward() of a loss from an earlier draw: its batch was released or dropped already.")
         for block in self._release.blocks:
             block.parameter.grad = None
         with self._collection():

@@ -35,7 +35,10 @@ class Recorder:
     def __call__(self, key: Hashable, work: Callable[[], Any]) -> Any:
         """The result of ``work()``."""
         if not self.on:
-            return work()
+            if self.aside is None:
+                return work()
+            with torch.cuda.stream(self.aside):  # what is recorded next on that branch reads the result
+                return work()
         # a graph records one stream, of one device: work on another would run once, and its replays be empty
         with torch.cuda.device(self.device):
             return self._run(key, work)

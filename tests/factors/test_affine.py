@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightclip.factors._affine import affine_record_norm
+from weightclip.factors import _affine
+from weightclip.factors._affine import AffineFunction, affine_record_norm
 
 
 @pytest.mark.parametrize("name", ["safe group norm", "safe layer norm", "group norm", "layer norm"])
@@ -40,3 +41,24 @@ def test_record_norms_do_not_cancel():
     d = torch.ones_like(x) * 1e4
     got = float(affine_record_norm(x, d, [2], 0.0))
     assert got >= float((x.double() * d.double()).sum((1, 2)).abs())
+
+
+@pytest.mark.parametrize("shape", [(5, 6), (5, 6, 3), (5, 6, 2, 3)])
+def test_the_kernels_way_takes_records_with_and_without_positions(shape, monkeypatch):
+    """The kernel itself is in tests/factors/test_kernel.py; here a stand-in that asks for its shapes."""
+
+    def sums(d, scale, x):
+        assert d.shape == x.shape == (*shape[:2], max(1, torch.Size(shape[2:]).numel()))
+        return torch.stack([(d.double()).sum((0, 2)), (d.double() * x.double()).sum((0, 2))])
+
+    x, d = torch.randn(shape), torch.randn(shape)
+    weight, bias = torch.ones(6, requires_grad=True), torch.zeros(6, requires_grad=True)
+
+    def gradients():
+        y = AffineFunction.apply(x, weight, bias, torch.full((3,), torch.inf), 0, 1.0, 1)
+        return torch.autograd.grad(y, [weight, bias], d)
+
+    expected = gradients()
+    monkeypatch.setattr(_affine, "fits", lambda *_: True)
+    monkeypatch.setattr(_affine, "record_sums", sums)
+    torch.testing.assert_close(gradients(), expected)

@@ -37,3 +37,22 @@ def test_an_ignored_class_is_ignored() -> None:
     loss, z = CrossEntropy(ignore_index=1), torch.randn(3, 4)
     values, gradient = loss.both(z, torch.tensor([0, 1, 2]))
     assert not values[1] and not gradient[1].any() and bool(gradient[0].any()) and bool(gradient[2].any())
+
+
+def test_outputs_that_overflow_only_without_the_temperature_are_the_same_for_every_batch() -> None:
+    loss = CrossEntropy(temperature=1e10)
+    z, y = torch.full((1, 4), 3e38), torch.tensor([1])
+    _, alone = loss.both(z, y)
+    _, beside = loss.both(torch.cat([z, torch.full((1, 4), math.nan)]), torch.tensor([1, 0]))
+    assert torch.equal(alone[0], beside[0])
+
+
+def test_the_shared_pass_does_not_look_at_the_default_type() -> None:
+    z, y = torch.randn(3, 4), torch.tensor([0, 1, 3])
+    expected = CrossEntropy().both(z, y)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = CrossEntropy().both(z, y)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

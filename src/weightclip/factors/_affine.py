@@ -80,7 +80,8 @@ class AffineFunction(torch.autograd.Function):
                     norm = affine_record_norm(x, d, dims, bias_part)
                     scale = cap_scale(scale, norm, x_norm, d_norm, limits, *ctx.counter)
             if first == 1 and weight.dim() == 1 and fits(x, d):
-                gb, gw = record_sums(d.flatten(2), scale, x.flatten(2)).to(weight.dtype).unbind()
+                x, d = (t.reshape(*t.shape[:2], -1) for t in (x, d))  # also without positions
+                gb, gw = record_sums(d, scale, x).to(weight.dtype).unbind()
                 gw, gb = (g if needed else None for g, needed in zip((gw, gb), ctx.needs_input_grad[1:3], strict=True))
             else:
                 ds, xs = masked(d, scale, True), masked(x, scale, False)

@@ -100,7 +100,7 @@ class CrossEntropy(Loss):
         v = z if self.temperature == 1 else z / self.temperature
         if z.device.type == "cpu" and self._all_usual(v, y):  # what follows, bit for bit, with every mask true
             logp, index = torch.log_softmax(v, 1), y.long().unsqueeze(1)
-            g = logp.exp().scatter_add_(1, index, torch.full(index.shape, -1.0))
+            g = logp.exp().scatter_add_(1, index, torch.full(index.shape, -1.0, dtype=v.dtype))
             return logp.gather(1, index).squeeze(1) * (-self._outer()), g if factor == 1 else g.mul_(factor)
         index, good, ok = self._index(v, y)
         logp = torch.log_softmax(v, 1)
@@ -118,7 +118,8 @@ class CrossEntropy(Loss):
         low, high = (int(bound) for bound in torch.aminmax(y))
         least, most = (float(bound) for bound in torch.aminmax(v))  # NaN if one is
         ignored = low <= self.ignore_index <= high
-        return low >= 0 and high < v.shape[1] and not ignored and least > -1e30 and most < 1e30
+        far = 1e30 / max(1.0, self.temperature)  # neither v nor v times the temperature
+        return low >= 0 and high < v.shape[1] and not ignored and least > -far and most < far
 
     def _gradient(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         v = z if self.temperature == 1 else z / self.temperature
