@@ -29,7 +29,7 @@ def random_features(records: int, width: int) -> Features:
 
 
 @pytest.mark.parametrize("settings", [LINEAR, FLAT], ids=["linear", "hidden"])
-@pytest.mark.parametrize(("batch", "width"), [(4096, 3984), (8192, 20368), (8192, 64704)])
+@pytest.mark.parametrize(("batch", "width"), [(4096, 3984), (8192, 20368), (8192, 64704), (8192, 89280)])
 def test_a_record_has_the_same_outputs_one_row_further(settings: HeadSettings, batch: int, width: int) -> None:
     """Taking a record out moves all later ones by a row: their cotangents must not round differently."""
     data = random_features(batch + 100, width)

@@ -30,7 +30,9 @@ def images(
     methods: Annotated[str, typer.Option(help="Comma-separated methods; all by default.")] = "",
     trials: Annotated[int, typer.Option(help="Random settings tried for each method and epsilon.", min=1)] = 6,
     seeds: Annotated[int, typer.Option(help="Seeds of each chosen setting.", min=1)] = 5,
-    hidden: Annotated[int, typer.Option(help="Hidden units of the dense head.", min=1)] = 128,
+    hidden: Annotated[
+        int, typer.Option(help="Hidden units of the dense head; 0 trains linear heads only.", min=0)
+    ] = 128,
     linear: Annotated[str, typer.Option(help="Methods that also train a linear head; '' for none.")] = (
         "lip-weights,dp-sgd,non-private"
     ),

@@ -27,7 +27,7 @@ COST_COLUMNS = ("dataset", "model", "bound", "batch", "precision", "ms_per_step"
 TIGHTNESS_COLUMNS = ("dataset", "model", "bound", "epsilon", "step", "layer", "sensitivity", "exact", "channel", "free",
                      "largest")  # fmt: skip
 CHOSEN = "convolutions.json"
-MIN_SEEDS = 3  # of a row in the table of methods
+MIN_SEEDS = 5  # of a row in the table of methods
 
 # network -> batch, steps by epsilon
 _LENGTH: dict[str, tuple[int, dict[float | None, int]]] = {

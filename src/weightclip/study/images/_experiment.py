@@ -35,7 +35,8 @@ CANDIDATES: dict[str, tuple[FeatureSettings, tuple[dict[str, Any], ...]]] = {
     "cifar10": (
         replace(_PATCHES, flip=True),
         ({"threshold": 0.25}, {"scattering": 1.0}, {"whiten": 0.3}, {"patch_size": 5}, {"root": True},
-         {"patches": 1536}, {"pool": 5}),
+         {"patches": 1536}, {"pool": 5}, {"power": 0.7}, {"smooth": (0, 1, 0)}, {"smooth": (1, 1, 0)},
+         {"smooth": (1, 2, 0)}, {"grey": 768, "smooth": (1, 2, 1)}, {"scattering": 0.7}),
     ),
     "fashion_mnist": (
         FeatureSettings(patches=512, whiten=1.0, flip=True, root=True),
@@ -112,8 +113,10 @@ class ImageStudy:
         sigma = self.noise.get(epsilon, len(fit), min(settings.batch, len(fit)), settings.steps)
         return HeadTrainer(fit, settings, sigma, seed, self._stream("trial", method, epsilon)).fit().accuracy(val)
 
-    def _stream(self, stage: str, method: str, epsilon: float | None) -> str:
-        return f"{self.dataset}/{stage}/{method}/{epsilon}"
+    def _stream(self, stage: str, method: str, epsilon: float | None, features: FeatureSettings | None = None) -> str:
+        """Name of a run's draws and noise; runs on other features are other runs."""
+        told = "" if features is None else "/" + json.dumps(features.to_dict(), sort_keys=True)
+        return f"{self.dataset}/{stage}/{method}/{epsilon}{told}"
 
     def choose_features(self) -> FeatureSettings:
         """Greedy: start from the set's first candidate, keep each change that raises the validation accuracy."""
@@ -143,7 +146,8 @@ class ImageStudy:
 
     def cells(self) -> list[tuple[str, int, float | None]]:
         """(method, hidden units, epsilon) of every row of the table."""
-        heads = [(m, 0) for m in self.linear_methods if m in self.methods] + [(m, self.hidden) for m in self.methods]
+        heads = [(m, 0) for m in self.linear_methods if m in self.methods]
+        heads += [(m, self.hidden) for m in self.methods if self.hidden]
         return [(m, h, e) for m, h in heads for e in (self.levels if m != "non-private" else (None,))]
 
     def tune(self, fit: Features, val: Features, method: str, hidden: int, epsilon: float | None) -> HeadSettings:
@@ -172,7 +176,7 @@ class ImageStudy:
         accuracies, shares, seconds = [], None, 0.0
         for seed in range(self.seeds):
             started = time.perf_counter()
-            trainer = HeadTrainer(train, settings, sigma, seed, self._stream("final", method, epsilon)).fit()
+            trainer = HeadTrainer(train, settings, sigma, seed, self._stream("final", method, epsilon, self.used)).fit()
             seconds += (time.perf_counter() - started) / self.seeds
             accuracies.append(trainer.accuracy(test))
             if seed == 0 and epsilon is not None:
@@ -202,11 +206,10 @@ class ImageStudy:
         train = feature_map.encode(self.images, self.labels)
         test = feature_map.encode(self.test_images, self.test_labels)
         fit, val = train.subset(self.fit_rows), train.subset(self.val_rows)
-        name = "+".join((["scattering"] if features.scattering else []) + (["patches"] if features.patches else []))
         rows = []
         for method, hidden, epsilon in self.cells():
             settings = self.tune(fit, val, method, hidden, epsilon)
-            model = f"{name}+{f'mlp{hidden}' if hidden else 'linear'}"
+            model = f"{features.name}+{f'mlp{hidden}' if hidden else 'linear'}"
             rows.append(self.final(train, test, method, epsilon, settings, model))
             self._write(rows)
 
@@ -229,7 +232,7 @@ class ImageStudy:
 
 
 def chosen_features(folder: Path, dataset: str) -> FeatureSettings:
-    """The features of a data set's results in ``folder``."""
+    """The features of a data set's first results in ``folder``."""
     path = Path(folder) / f"{dataset}.json"
     if not path.exists():
         raise WeightclipError(f"no results of {dataset!r} in {folder}: run without --keep-features first")

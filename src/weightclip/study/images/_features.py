@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,11 @@ class FeatureSettings:
             whitening, scattering is centred per record only.
         flip: Average the features of an image and of its mirror image.
         root: Signed square root of pooled patch responses.
+        grey: Number of filters of a second block of patches, of the grey image; 0 for none.
+        grey_size: Height and width of its patches.
+        power: Exponent of the sizes of whitened patch features, signs kept; below 1 it tames the largest.
+        smooth: Passes of smoothing over neighbouring cells, of the scattering, patch and grey blocks. A pass adds to
+            each cell the mean of its 3 x 3 neighbourhood: weights that agree in neighbouring cells become cheaper.
         seed: Seed of the synthetic pictures.
     """
 
@@ -48,7 +53,20 @@ class FeatureSettings:
     whiten: float | None = None
     flip: bool = False
     root: bool = False
+    grey: int = 0
+    grey_size: int = 7
+    power: float = 1.0
+    smooth: tuple[int, int, int] = (0, 0, 0)
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "smooth", tuple(int(n) for n in self.smooth))  # a list where it comes from a file
+
+    @property
+    def name(self) -> str:
+        """Blocks, for the name of a model."""
+        blocks = {"scattering": self.scattering, "patches": self.patches, "grey": self.grey}
+        return "+".join(block for block, there in blocks.items() if there)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready values."""
@@ -130,26 +148,30 @@ class FeatureMap(nn.Module):
         self.planes, self.size = (1 if len(shape) == 2 else shape[-1]), shape[0]
         self.scattering = Scattering2d(J=2, shape=(self.size, self.size)).to(device) if settings.scattering else None
         self.patch = PatchFeatures(settings, self.planes, device) if settings.patches else None
+        small = replace(settings, patches=settings.grey, patch_size=settings.grey_size)
+        self.grey = PatchFeatures(small, 1, device) if settings.grey else None
         self.register_buffer("colours", torch.tensor(_OPPONENT).to(device))
         self.white_scattering: nn.Module = nn.Identity()
         self.white_patch: nn.Module = nn.Identity()
+        self.white_grey: nn.Module = nn.Identity()
         if settings.whiten is not None:
             images = dead_leaves(1024, self.size, self.planes, seed=settings.seed + 2, device=device)
             parts = [self._raw(part) for part in images.split(128)]
-            if self.scattering is not None:
-                self.white_scattering = Whitening(torch.cat([p[0] for p in parts]), settings.whiten)
-            if self.patch is not None:
-                self.white_patch = Whitening(torch.cat([p[-1] for p in parts]), settings.whiten)
+            for name in parts[0]:
+                setattr(self, f"white_{name}", Whitening(torch.cat([p[name] for p in parts]), settings.whiten))
 
-    def _raw(self, x: Tensor) -> list[Tensor]:
-        out = []
+    def _raw(self, x: Tensor) -> dict[str, Tensor]:
+        """Maps of each block, before whitening."""
+        out = {}
         if self.scattering is not None:
             planes = torch.einsum("oc,nchw->nohw", self.get_buffer("colours"), x) if self.opponent else x
             maps = self.scattering(planes).flatten(1, 2)  # records x channels x positions
             groups = maps.unflatten(1, (self.settings.groups, -1)).flatten(2)
-            out.append(safe_normalise(groups, 1e-3, (2,)).reshape(maps.shape))
+            out["scattering"] = safe_normalise(groups, 1e-3, (2,)).reshape(maps.shape)
         if self.patch is not None:
-            out.append(self.patch(x))
+            out["patch"] = self.patch(x)
+        if self.grey is not None:
+            out["grey"] = self.grey(x.mean(1, keepdim=True))
         return out
 
     @property
@@ -157,23 +179,30 @@ class FeatureMap(nn.Module):
         """Whether colours are turned into opponent planes."""
         return self.settings.opponent and self.planes == 3
 
-    def _view(self, x: Tensor) -> Tensor:
-        parts, s = self._raw(x), self.settings
-        blocks = []
-        if self.scattering is not None:
-            blocks.append((s.scattering, self.white_scattering(parts[0])))
-        if self.patch is not None:
-            blocks.append((s.patch_weight, self.white_patch(parts[-1])))
-        return torch.cat([w * _unit(block.flatten(1)) for w, block in blocks], 1)
+    def _views(self, x: Tensor) -> dict[str, Tensor]:
+        """Whitened maps of each block, each a unit vector."""
+        return {name: _unit(getattr(self, f"white_{name}")(part)) for name, part in self._raw(x).items()}
+
+    def _finish(self, name: str, maps: Tensor) -> Tensor:
+        """Power and smoothing of one block's maps, its norm kept; flat, with its weight."""
+        s = self.settings
+        size, tamed = maps.flatten(1).norm(dim=1, keepdim=True), maps
+        if s.power != 1 and name != "scattering":
+            tamed = tamed.sign() * tamed.abs() ** s.power
+        for _ in range(s.smooth[("scattering", "patch", "grey").index(name)]):
+            tamed = tamed + nn.functional.avg_pool2d(tamed, 3, 1, 1)
+        flat = tamed.flatten(1) if tamed is maps else _unit(tamed.flatten(1)) * size
+        return (s.scattering if name == "scattering" else s.patch_weight) * flat
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         x = images.float() / 255
         x = x.unsqueeze(1) if x.dim() == 3 else x.movedim(-1, 1)
-        y = self._view(x)
+        blocks = self._views(x)
         if self.settings.flip:
-            y = y + self._view(x.flip(-1))
-        return _unit(y)
+            blocks = {name: maps + other for (name, maps), other in
+                      zip(blocks.items(), self._views(x.flip(-1)).values(), strict=True)}  # fmt: skip
+        return _unit(torch.cat([self._finish(name, maps) for name, maps in blocks.items()], 1))
 
     def encode(self, images: Tensor, labels: Tensor, chunk: int = 1000) -> Features:
         """Features of all images on the integer grid."""
@@ -181,4 +210,6 @@ class FeatureMap(nn.Module):
 
 
 def _unit(x: Tensor) -> Tensor:
-    return x * x.square().sum(1, keepdim=True).clamp_min(1e-12).rsqrt()
+    """Each record divided by its norm."""
+    size = x.flatten(1).square().sum(1).clamp_min(1e-12).rsqrt()
+    return x * size.view(-1, *(1,) * (x.dim() - 1))

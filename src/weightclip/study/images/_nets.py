@@ -104,7 +104,7 @@ class _Front(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        maps = self.map.white_scattering(self.map._raw(x)[0])
+        maps = self.map.white_scattering(self.map._raw(x)["scattering"])
         size = math.prod(maps.shape[1:])
         return maps * (size / maps.square().sum((1, 2, 3), keepdim=True).clamp_min(1e-12)).sqrt()
 

@@ -53,11 +53,13 @@ def accuracy_figure(table: Path, out: Path) -> Path:
     handles: dict[str, Any] = {}
     for axis, dataset in zip(axes[0], sets, strict=True):
         for head, (kind, line) in HEADS.items():
+            names = {r["model"] for r in rows if r["dataset"] == dataset and head in r["model"]}
+            model = max(names, key=lambda name: (name.count("+"), name), default="")  # the most blocks of features
             for method, (label, colour, marker) in STYLES.items():
                 points = sorted(
                     (float(r["epsilon"]), float(r["median"]), float(r["sem"] or 0))
                     for r in rows
-                    if r["dataset"] == dataset and r["method"] == method and head in r["model"]
+                    if (r["dataset"], r["method"], r["model"]) == (dataset, method, model)
                 )
                 if points:
                     x, y, error = zip(*points, strict=True)
