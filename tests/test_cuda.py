@@ -110,8 +110,8 @@ def test_recorded_views_and_secure_noise():
     assert not torch.equal(first, second)
 
 
-def test_noise_of_recorded_steps_is_fresh_and_of_the_right_size():
-    """No gradient (every record is padding): what is released is the noise alone."""
+def noise_of(draws: int, streams: list[torch.cuda.Stream]) -> torch.Tensor:
+    """No gradient (every record is padding): what is released is the noise alone, launched on these streams in turn."""
     torch.manual_seed(0)
     model = nn.Linear(400, 50).cuda()
     x, y = torch.randn(256, 400, device="cuda"), torch.zeros(256, dtype=torch.long, device="cuda")
@@ -122,12 +122,22 @@ def test_noise_of_recorded_steps_is_fresh_and_of_the_right_size():
     engine.make_private(module=model, optimizer=optimizer, data_loader=loader, criterion=nn.CrossEntropyLoss(),
                         noise_multiplier=2.0, bounds=wc.Bounds(layer_radius=1.0, cotangent_radius=0.5))  # fmt: skip
     step, found = engine.fused_step(), []
-    for draw in range(40):
+    torch.cuda.synchronize()
+    for draw in range(draws):
         engine._on_batch(BatchInfo(draw + 1, 0, True, nobody, 256))
-        step(x, y)
-        found.append(model.weight.grad.flatten().cpu() * 256)
+        with torch.cuda.stream(streams[draw % len(streams)]):
+            torch.cuda._sleep(10_000_000 if len(streams) > 1 and draw % 2 else 1)  # every other stream is late
+            step(x, y)
+            found.append(model.weight.grad.flatten().clone())
+    torch.cuda.synchronize()
     assert step._graphs
-    found = torch.stack(found)
+    return torch.stack(found).cpu() * 256
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_noise_of_recorded_steps_is_fresh_and_of_the_right_size(count: int):
+    streams = [torch.cuda.current_stream()] if count == 1 else [torch.cuda.Stream() for _ in range(count)]
+    found = noise_of(40, streams)
     assert float(found.std()) == pytest.approx(1.0, rel=0.01)  # sigma Delta = 2 * 1 * 0.5, one layer
     assert float((torch.corrcoef(found) - torch.eye(40)).abs().max()) < 0.05
 

@@ -66,6 +66,7 @@ class FusedStep:
         self._graphs: dict[Hashable, _Recorded] = {}
         self._buffers: dict[Hashable, _Inputs] = {}
         self._pool: Any = None
+        self._last: torch.cuda.Stream | None = None  # where the last step was launched
 
     def __call__(self, x: Any, y: Any) -> Tensor:
         """One step on a batch of the private loader; the displayed loss, detached (it is not private)."""
@@ -73,6 +74,10 @@ class FusedStep:
         if not self.on or not tensors or not (info.piece == 0 and info.last):
             return self._ordinary(x, y)
         with torch.cuda.device(self.engine.device):
+            stream = torch.cuda.current_stream()
+            if self._last is not None and self._last != stream:  # batch and seeds have one place: no step may overtake
+                stream.wait_stream(self._last)
+            self._last = stream
             return self._padded(info, x, y)
 
     def _ordinary(self, x: Any, y: Any) -> Tensor:
