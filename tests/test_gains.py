@@ -10,6 +10,9 @@ from tests.engine_kit import cnn, mlp, pictures, private, residual, table
 from torch import nn
 
 import weightclip as wc
+from weightclip._gains import Gains
+from weightclip.certificate import build_plan
+from weightclip.losses import CrossEntropy
 
 MODELS = {"mlp": (mlp, table), "cnn": (cnn, pictures), "residual": (residual, table)}
 
@@ -137,3 +140,24 @@ def test_models_without_dense_or_convolutional_layers_train_without_the_dft_boun
     ids, labels = torch.arange(8)[:, None] % 5, torch.arange(8) % 3
     run = private(model, (ids, labels), sigma=1.0, bounds=wc.Bounds(spectral=False)).train(2)
     assert run.engine.steps == 2
+
+
+def test_a_weight_just_below_its_limit_is_bounded_by_the_limit_once_it_was_rounded() -> None:
+    """Scaled by 1 - 2^-24, every entry of (1, 2) loses 2^-23: with more negative ones than positive the norm grows."""
+    n, g = 127, torch.Generator().manual_seed(0)
+    signs = torch.where(torch.arange(n) < 57, 1.0, -1.0)[torch.randperm(n, generator=g)]
+    row = torch.where(signs > 0, 1.999, -1.001)
+    first = nn.Linear(n, n)
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(n, 3))
+    with torch.no_grad():
+        first.weight.copy_(torch.stack([row.roll(i) for i in range(n)]))  # circulant: constants are singular vectors
+    bounds = wc.Bounds(input_radius=1.0, spectral=False)
+    gains = Gains(build_plan(model, CrossEntropy(), bounds, (torch.zeros(2, n),)), bounds)
+    assert gains.bank is not None
+    before = float(gains.bank.norms()["0"])
+    room = 1 - 2.0**-24 * (2 + math.sqrt(n))
+    with torch.no_grad():
+        gains.clip({"0": before * (1 - 2.0**-24) / room})
+    true = float(torch.linalg.matrix_norm(first.weight.detach().double(), 2))
+    assert true > before * (1 + 1e-9), "not a case"
+    assert gains._clipped is not None and float(gains._clipped.norms[0]) >= true  # inflation for products not counted

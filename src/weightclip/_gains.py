@@ -114,7 +114,9 @@ class Gains:
             narrow = scales.float().unbind()
             for place, weight in zip(places, weights.values(), strict=True):
                 weight.mul_(narrow[place])
-        return torch.stack([norms.clamp(max=constant(most, norms.device)), _frobenius(self.bank).double()])
+        # a weight that was multiplied, by however little, was rounded: its norm before does not bound it any more
+        norms = torch.where(scales < 1, constant(most, norms.device), norms)
+        return torch.stack([norms, _frobenius(self.bank).double()])
 
     @property
     def weightless(self) -> bool:
