@@ -254,6 +254,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0, result.output
     costs = table(tmp_path / "out" / "conv_cost.csv")
     assert [r["bound"] for r in costs] == ["plain", "free"] and float(costs[0]["ratio"]) == 1
+    assert table(tmp_path / "out" / "caps.csv")[0]["cost"] == costs[1]["ratio"]  # accuracy beside cost, at once
     assert CliRunner().invoke(app, [*options, "--change", "colour=red"]).exit_code == 2
     assert CliRunner().invoke(app, [*options, "--bounds", "magic"]).exit_code == 2
 

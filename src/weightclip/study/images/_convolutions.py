@@ -257,7 +257,7 @@ def read_finals(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_costs(out: Path, rows: list[dict[str, Any]]) -> None:
-    """Merge rows of `cost` into conv_cost.csv."""
+    """Merge rows of `cost` into conv_cost.csv, and into the column ``cost`` of caps.csv."""
     path = out / "conv_cost.csv"
     kept: list[dict[str, Any]] = []
     if path.exists():
@@ -265,6 +265,8 @@ def write_costs(out: Path, rows: list[dict[str, Any]]) -> None:
             kept = list(csv.DictReader(file))
     table = {tuple(r[k] for k in ("dataset", "model", "bound", "precision")): r for r in (*kept, *rows)}
     write_table(path, list(table.values()), COST_COLUMNS)
+    if (out / CHOSEN).exists():
+        collect([], out)
 
 
 def write_table(path: Path, rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:

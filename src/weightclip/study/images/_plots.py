@@ -68,7 +68,7 @@ def accuracy_figure(table: Path, out: Path) -> Path:
                     handles.setdefault(name, axis.errorbar(x, y, error, **style))
         best = [float(r["median"]) for r in rows if r["dataset"] == dataset and r["method"] == "non-private"]
         if best:
-            name = "not private, same features"
+            name = "not private, best head"
             handles.setdefault(name, axis.axhline(max(best), color="#999999", linewidth=1, linestyle=":"))
         lowest = min(float(r["median"]) for r in rows if r["dataset"] == dataset)
         for label, epsilon, accuracy in PUBLISHED[dataset]:
@@ -134,7 +134,7 @@ def caps_figure(caps: Path, tightness: Path, out: Path) -> Path:
     looks = _read(tightness)
     models = list(dict.fromkeys((r["dataset"], r["model"]) for r in looks))
     figure, axes = plt.subplots(1, 1 + len(models), figsize=(3.6 * (1 + len(models)), 3.8), layout="constrained")
-    marks = dict(zip(cells, "osD^v", strict=False))
+    marks = dict(zip(cells, "osD^v*P", strict=False))
     for cell, mark in marks.items():
         for r in rows:
             if (r["dataset"], r["model"], r["epsilon"]) == cell:
@@ -142,9 +142,10 @@ def caps_figure(caps: Path, tightness: Path, out: Path) -> Path:
     for way, colour in WAYS.items():
         if any(r["bound"] == way for r in rows):
             axes[0].scatter([], [], color=colour, label=way)
-    for (_, model, epsilon), mark in marks.items():
-        axes[0].scatter([], [], color="white", edgecolors="black", marker=mark, label=f"{model}, ε = {epsilon}")
-    axes[0].set(xlabel="time of a step / plain training", ylabel="test accuracy, %", title="CIFAR-10")
+    for (dataset, model, epsilon), mark in marks.items():
+        name = f"{TITLES[dataset]}, {model}, ε = {epsilon}"
+        axes[0].scatter([], [], color="white", edgecolors="black", marker=mark, label=name)
+    axes[0].set(xlabel="time of a step / plain training", ylabel="test accuracy, %", title="accuracy against cost")
     if marks:
         axes[0].legend(frameon=False, fontsize=7)
     for axis, (dataset, model) in zip(axes[1:], models, strict=True):
