@@ -142,6 +142,20 @@ def test_noise_of_recorded_steps_is_fresh_and_of_the_right_size(count: int):
     assert float((torch.corrcoef(found) - torch.eye(40)).abs().max()) < 0.05
 
 
+def test_batches_of_the_host_are_taken_in_pieces_too():
+    x, y = torch.randn(64, 6), torch.randint(0, 3, (64,))
+    engine, model = wc.PrivacyEngine(), nn.Linear(6, 3).cuda()
+    _, _, loader, _ = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.CrossEntropyLoss(),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=16),
+        noise_multiplier=1.0, max_physical_batch_size=5,
+    )  # fmt: skip
+    step = engine.fused_step()
+    for a, b in loader:
+        step(a, b)
+    assert engine.steps == 4
+
+
 def test_a_fused_step_spends_its_batch_and_its_budget():
     _, _, step, engine = fused(BOUNDS["factors"], True)
     x, y = torch.zeros(40, 3, 16, 16).cuda(), torch.zeros(40, dtype=torch.long).cuda()

@@ -83,6 +83,8 @@ class FusedStep:
     def _ordinary(self, x: Any, y: Any) -> Tensor:
         engine = self.engine
         assert engine.model is not None
+        # as a graph's places take batches from anywhere: whether one is padded or in pieces depends on the draw
+        x, y = (t.to(engine.device) if isinstance(t, Tensor) else t for t in (x, y))
         engine.optimizer.zero_grad()
         loss = engine.criterion(engine.model(x), y)
         loss.backward()
