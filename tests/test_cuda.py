@@ -60,13 +60,19 @@ def test_recorded_steps_and_kernels_change_nothing(name, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0.0)
 
 
-def fused(bounds: wc.Bounds, graphs: bool, views: int = 1, seed: int | None = 3, draws: int = 24):
+def standardized() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(wc.nn.StandardizedConv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 5))
+
+
+def fused(bounds: wc.Bounds, graphs: bool, views: int = 1, seed: int | None = 3, draws: int = 24, make=None):
     """Poisson draws of a real loader by ``fused_step``, or by the ordinary loop on the same padded batches."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 20, 3, padding=1), nn.ReLU(), nn.Conv2d(20, 24, 3, stride=2), wc.nn.SafeGroupNorm(4, 24),
         nn.Flatten(), nn.Linear(24 * 7 * 7, 5),
-    ).cuda()  # fmt: skip
+    )  # fmt: skip
+    model = (model if make is None else make()).cuda()
     x, y = torch.randn(900, 3, 16, 16), torch.randint(0, 5, (900,))
     x[5] = float("nan")
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -100,6 +106,33 @@ def test_a_recorded_step_is_the_ordinary_one(name):
     torch.testing.assert_close(weights, plain, rtol=1e-5, atol=1e-6)
     assert losses == pytest.approx(plain_losses, rel=1e-4)
     assert engine.steps == 24 and engine.get_epsilon(1e-5) > 0
+
+
+def test_recorded_steps_of_standardized_kernels():
+    weights, _, step, _ = fused(BOUNDS["factors"], True, make=standardized)
+    assert step._graphs
+    plain = fused(BOUNDS["factors"], False, make=standardized)[0]
+    torch.testing.assert_close(weights, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_recorded_steps_under_autocast():
+    with torch.autocast("cuda", torch.bfloat16):
+        weights, losses, step, _ = fused(BOUNDS["factors"], True)
+        plain, plain_losses, _, _ = fused(BOUNDS["factors"], False)
+    assert step._graphs
+    torch.testing.assert_close(weights, plain, rtol=1e-3, atol=1e-4)
+    assert losses == pytest.approx(plain_losses, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["weights", "factors"])
+def test_half_precision_kernels_agree_with_the_operators(name, monkeypatch):
+    with torch.autocast("cuda", torch.bfloat16):
+        weights, _ = train(BOUNDS[name], 3)
+        for module in (conv, dense):
+            monkeypatch.setattr(module, "fits", lambda *_: False)
+            monkeypatch.setattr(module, "fits_scale", lambda *_: False)
+        plain, _ = train(BOUNDS[name], 3)
+    torch.testing.assert_close(weights, plain, rtol=1e-3, atol=1e-4)
 
 
 def test_recorded_views_and_secure_noise():

@@ -51,8 +51,13 @@ class PrivateCriterion(nn.Module):
 
     def __init__(self, native: Any, loss: Loss, engine: PrivacyEngine) -> None:
         super().__init__()
-        self.native, self.loss = native, loss
-        self.__dict__["_engine"] = engine
+        self.native = native
+        self.__dict__["_engine"], self.__dict__["_loss"] = engine, loss
+
+    @property
+    def loss(self) -> Loss:
+        """The certified loss; fixed, because bounds were computed for it."""
+        return self.__dict__["_loss"]
 
     def forward(self, logits: Tensor, target: Any) -> Tensor:
         """The displayed value: sum over records / expected batch size."""

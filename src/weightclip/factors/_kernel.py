@@ -45,6 +45,7 @@ def weight_gradient(
         Each record's cotangent is scaled in float32; products and sums are float64 throughout, with no atomics: the
         same numbers for the same tensors. Records with scale 0 contribute exact zeros, NaN or not.
     """
+    x, d = (t if t.dtype == torch.float32 else t.float() for t in (x, d))  # older compilers cannot widen 16 bits here
     if x.shape[1] >= 16 and (d.shape[3] % 16 or tuple(stride) != (1, 1)):  # rows too short or too rough to read well
         x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))
     out, columns = d.shape[1], x.shape[1] * kernel[0] * kernel[1]
