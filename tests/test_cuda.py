@@ -23,7 +23,7 @@ BOUNDS = {
 }
 
 
-def train(bounds: wc.Bounds, steps: int) -> tuple[Tensor, list[Tensor]]:
+def train(bounds: wc.Bounds, steps: int, half: bool = False) -> tuple[Tensor, list[Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 20, 3, padding=1), nn.ReLU(), nn.Conv2d(20, 24, 3, stride=2), wc.nn.SafeGroupNorm(4, 24),
@@ -41,7 +41,9 @@ def train(bounds: wc.Bounds, steps: int) -> tuple[Tensor, list[Tensor]]:
     for step in range(steps):
         engine._on_batch(BatchInfo(step + 1, 0, True, None, 33))
         optimizer.zero_grad()
-        engine.criterion(model(x), y).backward()
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            loss = engine.criterion(model(x), y)
+        loss.backward()
         optimizer.step()
         found.append(engine._sensitivities.cpu().clone())
     return torch.cat([p.detach().flatten() for p in model.parameters()]).cpu(), found
@@ -65,7 +67,15 @@ def standardized() -> nn.Module:
     return nn.Sequential(wc.nn.StandardizedConv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 5))
 
 
-def fused(bounds: wc.Bounds, graphs: bool, views: int = 1, seed: int | None = 3, draws: int = 24, make=None):
+def fused(
+    bounds: wc.Bounds,
+    graphs: bool,
+    views: int = 1,
+    seed: int | None = 3,
+    draws: int = 24,
+    make=None,
+    half: bool = False,
+):
     """Poisson draws of a real loader by ``fused_step``, or by the ordinary loop on the same padded batches."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -90,7 +100,8 @@ def fused(bounds: wc.Bounds, graphs: bool, views: int = 1, seed: int | None = 3,
     while engine.steps < draws:
         for a, b in loader:
             a = a if views == 1 else torch.stack([a, a.flip(3)], 1).flatten(0, 1)
-            losses.append(float(step(a, b)))
+            with torch.autocast("cuda", torch.bfloat16, enabled=half):
+                losses.append(float(step(a, b)))
             kept.append([(p.grad, p.grad.clone()) for p in model.parameters()])
             if engine.steps == draws:
                 break
@@ -116,9 +127,8 @@ def test_recorded_steps_of_standardized_kernels():
 
 
 def test_recorded_steps_under_autocast():
-    with torch.autocast("cuda", torch.bfloat16):
-        weights, losses, step, _ = fused(BOUNDS["factors"], True)
-        plain, plain_losses, _, _ = fused(BOUNDS["factors"], False)
+    weights, losses, step, _ = fused(BOUNDS["factors"], True, half=True)
+    plain, plain_losses, _, _ = fused(BOUNDS["factors"], False, half=True)
     assert step._graphs
     torch.testing.assert_close(weights, plain, rtol=1e-3, atol=1e-4)
     assert losses == pytest.approx(plain_losses, rel=1e-2)
@@ -126,12 +136,11 @@ def test_recorded_steps_under_autocast():
 
 @pytest.mark.parametrize("name", ["weights", "factors"])
 def test_half_precision_kernels_agree_with_the_operators(name, monkeypatch):
-    with torch.autocast("cuda", torch.bfloat16):
-        weights, _ = train(BOUNDS[name], 3)
-        for module in (conv, dense):
-            monkeypatch.setattr(module, "fits", lambda *_: False)
-            monkeypatch.setattr(module, "fits_scale", lambda *_: False)
-        plain, _ = train(BOUNDS[name], 3)
+    weights, _ = train(BOUNDS[name], 3, half=True)
+    for module in (conv, dense):
+        monkeypatch.setattr(module, "fits", lambda *_: False)
+        monkeypatch.setattr(module, "fits_scale", lambda *_: False)
+    plain, _ = train(BOUNDS[name], 3, half=True)
     torch.testing.assert_close(weights, plain, rtol=1e-3, atol=1e-4)
 
 
