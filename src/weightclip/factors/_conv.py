@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weightclip.factors._kernel import fits, fits_scale, fused_scale, record_sums, weight_gradient
-from weightclip.factors._limits import CAP, KIND_SHIFT, cap_scale, masked, record_scale, squared_norm, unchunked, wide
+from weightclip.factors._limits import (
+    CAP,
+    KIND_SHIFT,
+    cap_scale,
+    masked,
+    record_scale,
+    squared_norm,
+    transforming,
+    unchunked,
+    wide,
+)
 from weightclip.factors._record_norms import FREE, Geometry, conv_record_norm
 
 
@@ -68,7 +78,9 @@ def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_pad
     planar = x.dim() == 4 and groups == 1 and not transposed
     if dtype == torch.float64 and planar and fits(x, d):
         return weight_gradient(x, d, scale, weight.shape[2:], stride, padding, dilation)
-    d, x = masked(d, scale, True), masked(x, scale, False)
+    alone = chunk == 1 and x.device.type == "cpu" and not transforming()  # each record is scaled when its turn comes
+    if not alone:
+        d, x = masked(d, scale, True), masked(x, scale, False)
     dtype = torch.promote_types(dtype, x.dtype)  # values of a float64 model may lie beyond float32
     if dtype == torch.float64 and x.is_cuda and planar:
         return by_taps(x, d, weight.shape[2:], stride, padding, dilation)
@@ -81,11 +93,23 @@ def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_pad
             (False, True, False),
         )[1]  # fmt: skip
 
+    if alone:
+        return _one_by_one(product, x, d, scale, kernel)
     if chunk <= 0:
         return product(x, d)
     total = product(x[:chunk], d[:chunk]).double()
     for start in range(chunk, x.shape[0], chunk):
         total.add_(product(x[start : start + chunk], d[start : start + chunk]))
+    return total
+
+
+def _one_by_one(product: Any, x: Tensor, d: Tensor, scale: Tensor | None, kernel: Tensor) -> Tensor:
+    """Products of one record each, summed in float64; a record's cotangent is scaled while it is in the cache."""
+    total = torch.zeros(kernel.shape, dtype=torch.float64)
+    for i, s in enumerate([1.0] * len(x) if scale is None else scale.tolist()):
+        if s > 0:  # others contribute exact zeros, whatever they hold
+            part = d[i : i + 1]
+            total.add_(product(x[i : i + 1], part if s == 1 else wide(part) * s))
     return total
 
 
