@@ -74,8 +74,10 @@ class Gains:
         if numerics not in self._inflations:
             rules = [(layer_rule(module), module) for module in bank.layers.values()]
             self._inflations[numerics] = tuple(r.inflation(m, numerics) for r, m in rules if r is not None)
-        norms = norms * constant(self._inflations[numerics], norms.device)
-        return dict(zip(bank.layers, norms.tolist() if norms.device.type == "cpu" else norms.unbind(), strict=True))
+        inflations = self._inflations[numerics]
+        if norms.device.type == "cpu":
+            return {path: n * i for path, n, i in zip(bank.layers, norms.tolist(), inflations, strict=True)}
+        return dict(zip(bank.layers, (norms * constant(inflations, norms.device)).unbind(), strict=True))
 
     def clip(self, limits: dict[str, float]) -> None:
         """ClipWeights by rescaling (the paper's), on the norms of the bank, which then serve the next evaluation."""
@@ -182,9 +184,9 @@ class _Clipped:
         if self.versions != _versions(bank):
             return None
         now = _frobenius(bank).double()
-        changed = now != self.frobenius
         if now.device.type == "cpu":
-            return None if bool(changed.any()) else self.norms
+            return self.norms if torch.equal(now, self.frobenius) else None
+        changed = now != self.frobenius
         # nothing waits for the device: where a weight moved, its Frobenius norm is a bound as well
         free = now * constant(tuple(1.01 * factor for factor in bank.factors.values()), now.device)
         return torch.where(changed, free, self.norms)

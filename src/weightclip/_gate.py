@@ -65,9 +65,9 @@ def _project_values(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
     if x.device.type == "cpu" and radius >= 1e-10:  # smaller norms may be squares that vanish
         norm = torch.linalg.vector_norm(x, 2, dims, keepdim=True)
         scaled = x if math.isinf(radius) else x * (radius / norm).clamp(max=1.0)
-        good = (norm < 1e15).flatten()  # no NaN, and no square is infinite: float32 will do
-        if bool(good.all()):
+        if len(x) == 0 or float(norm.max()) < 1e15:  # no NaN, and no square is infinite: float32 will do
             return scaled
+        good = (norm < 1e15).flatten()
         # the way a record takes depends on itself alone: the others must not round differently because of it
         scaled = scaled.clone() if scaled is x else scaled
         scaled[~good] = _project_widely(x[~good], radius, dims)

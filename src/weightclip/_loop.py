@@ -175,7 +175,10 @@ class TrainingLoop:
             if bool(torch.isfinite(self._release.total()).all()):
                 raise
             raise ContractError(_NOT_FINITE) from None
-        finite = torch.isfinite(self._sensitivities).all()
+        on_host = self._sensitivities.device.type == "cpu"
+        finite: Any = all(map(math.isfinite, self._sensitivities.tolist())) if on_host else (
+            torch.isfinite(self._sensitivities).all()
+        )  # fmt: skip
         if often and not self.plan.needs_gains:  # the bounds do not look at the weights then
             finite = finite & torch.isfinite(self._release.total()).all()
         # an activation beyond float32 would make its record's gradient NaN, and with it the sum

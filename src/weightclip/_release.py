@@ -15,7 +15,7 @@ from weightclip._streams import NOISE, Streams
 from weightclip.bounds import layer_rule
 from weightclip.certificate import Evaluation, Plan
 from weightclip.factors import Product
-from weightclip.mechanisms import Allocation, constant, floored, joint_multiplier, round_release_
+from weightclip.mechanisms import Allocation, constant, floored, floored_at, joint_multiplier, round_release_
 
 _U = 2.0**-24
 _UP = 1.0 + 2.0**-22  # keeps a scale above its float64 value after it is rounded to float32
@@ -91,8 +91,10 @@ class Release:
         """Delta_k of every layer, slack and floor included: float64, on the CPU where all are plain numbers."""
         values = [e.sensitivity for e in evaluations.values()]
         device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
-        if device.type == "cpu":
-            return self.enlarged(torch.tensor([float(v) for v in values], dtype=torch.float64))
+        if device.type == "cpu":  # as `enlarged`, in plain numbers
+            bounds = [float(v) * s for v, s in zip(values, self.slack, strict=True)]
+            floor = floored_at(bounds)
+            return torch.tensor([max(v, floor) for v in bounds], dtype=torch.float64)  # NaN stays
         # a number becomes a tensor by a kernel, not by a copy from the host, which would wait
         parts = [
             v.double() if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device)
@@ -145,7 +147,7 @@ class Release:
     @torch.no_grad()
     def release(
         self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None,
-        noise: Tensor | None = None,
+        noise: tuple[Tensor, list[Tensor]] | None = None,
     ) -> Tensor:  # fmt: skip
         """Set every ``parameter.grad`` to (G + s_k N(0, I))/b; parameters without a gradient get pure noise.
 
@@ -155,8 +157,7 @@ class Release:
         """
         sums = self.sums
         self.clear()  # first of all: whatever interrupts this release, no later one holds these records again
-        released = self.noise(sensitivities, streams, step, factors) if noise is None else noise
-        views = self._views(released)
+        released, views = self.noise(sensitivities, streams, step, factors) if noise is None else noise
         pairs = [(view, total) for view, total in zip(views, sums, strict=True) if total is not None]
         if pairs:
             torch._foreach_add_([v for v, _ in pairs], [t for _, t in pairs])  # pyright: ignore[reportPrivateImportUsage]
@@ -169,13 +170,17 @@ class Release:
         return released
 
     @torch.no_grad()
-    def noise(self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None) -> Tensor:
-        """The noise of one step's sum, all parameters in one piece; zeros without noise."""
+    def noise(
+        self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The noise of one step's sum: all parameters in one piece, and each one's part of it; zeros without noise."""
         noise = torch.empty(sum(self.sizes), dtype=self.noise_dtype, device=self.device)
+        views = self._views(noise)
         if self.sigma > 0:
-            self._draw(noise, self._views(noise), sensitivities, streams, step, factors)
-            return noise
-        return noise.zero_()
+            self._draw(noise, views, sensitivities, streams, step, factors)
+        else:
+            noise.zero_()
+        return noise, views
 
     def _draw(
         self, noise: Tensor, views: list[Tensor], sensitivities: Tensor, streams: Streams, step: int,

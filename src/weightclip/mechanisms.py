@@ -34,6 +34,11 @@ def floored(sensitivities: Tensor) -> Tensor:
     return torch.maximum(sensitivities, _RELATIVE_FLOOR * sensitivities.amax()).clamp_min(_ABSOLUTE_FLOOR)
 
 
+def floored_at(sensitivities: Sequence[float]) -> float:
+    """The floor of :func:`floored`, for plain numbers."""
+    return max(_RELATIVE_FLOOR * max(sensitivities, default=0.0), _ABSOLUTE_FLOOR)
+
+
 def _sizes(dims: Sequence[int], like: Tensor) -> Tensor:
     if len(dims) != like.numel() or min(dims, default=1) < 1:
         raise WeightclipError(
@@ -81,6 +86,12 @@ class Allocation:
 @dataclass(frozen=True)
 class Equal(Allocation):
     """Every layer gets the same share of the budget: s_k = sigma sqrt(K) Delta_k."""
+
+    def scales(self, sensitivities: Tensor, dims: Sequence[int], sigma: float) -> Tensor:
+        """The s_k, by the formula above; see :meth:`Allocation.scales`."""
+        if len(dims) != sensitivities.numel() or not (math.isfinite(sigma) and sigma >= 0) or not len(dims):
+            return super().scales(sensitivities, dims, sigma)  # which says what is wrong
+        return floored(sensitivities) * (sigma * math.sqrt(len(dims)))
 
     def layer_weights(self, sensitivities: Tensor, d: Tensor) -> Tensor:
         return 1.0 / (sensitivities.square() * d)

@@ -409,8 +409,8 @@ def test_records_that_are_not_finite(monkeypatch):
 
     assert bool(torch.isfinite(total()).all())
 
-    def mutant(value, scale, times_scale):
-        return value * scale.view(-1, *(1,) * (value.dim() - 1)) if times_scale and scale is not None else value
+    def mutant(x, d, scale):
+        return x, d * scale.view(-1, *(1,) * (d.dim() - 1))
 
-    monkeypatch.setattr(dense_factors, "masked", mutant)
+    monkeypatch.setattr(dense_factors, "both_masked", mutant)
     assert not bool(torch.isfinite(total()).all())

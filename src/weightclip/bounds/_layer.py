@@ -91,7 +91,10 @@ def is_trainable(module: nn.Module, name: str) -> bool:
 def bias_norm(module: nn.Module) -> Scalar:
     """l2 norm of the bias, a little enlarged against rounding; 0 without one."""
     bias = getattr(module, "bias", None)
-    return 0.0 if bias is None else bias.detach().double().norm() * (1 + 2.0**-40)
+    if bias is None:
+        return 0.0
+    norm = torch.linalg.vector_norm(bias.detach(), dtype=torch.float64)
+    return (float(norm) if norm.device.type == "cpu" else norm) * (1 + 2.0**-40)
 
 
 def pythagoras(module: nn.Module, weight_part: Scalar, bias_part: float) -> Scalar:

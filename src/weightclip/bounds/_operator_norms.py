@@ -173,7 +173,11 @@ def _by_eigenvalues(weight: Tensor) -> Tensor:
     if gram.dim() == 2 and largest is None and not gram.is_complex() and math.isfinite(total := float(gram.trace())):
         # One small matrix, the usual case of a step on the CPU: plain floats take a third of the time of tensors.
         # ‖G‖_F is at most the trace, but for rounding.
-        top = max(0.0, float(torch.linalg.eigvalsh(gram)[-1]))
+        if n == 2:
+            (p, q), (_, r) = gram.tolist()
+            top = (p + r) / 2 + math.hypot((p - r) / 2, q)
+        else:
+            top = max(0.0, float(torch.linalg.eigvalsh(gram)[-1]))
         bound = math.sqrt(top + (of_trace + of_gram) * total * (1.0 + 1e-9)) * (1.0 + 8.0 * _U64)
         return torch.tensor(bound, dtype=torch.float64)
     trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1)  # ‖W‖_F², and not finite exactly when an entry is not

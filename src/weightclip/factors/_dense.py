@@ -12,6 +12,7 @@ from weightclip.factors._kernel import dense_gradient, fits, fits_scale, fused_s
 from weightclip.factors._limits import (
     CAP,
     Counts,
+    both_masked,
     cap_scale,
     masked,
     own,
@@ -127,7 +128,7 @@ class DenseFunction(torch.autograd.Function):
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
                 scale = dense_scale(x, d, limits, flags, beta if ctx.needs_input_grad[2] else 0.0, dtype, *ctx.counter)
                 if scale is not None and not fits(x, d):  # scaled once for both gradients
-                    x, d, scale = masked(x, scale, False), masked(d, scale, True), None
+                    x, d, scale = *both_masked(x, d, scale), None
                 if ctx.needs_input_grad[1]:
                     gw = dense_product(x, d, scale, dtype, chunk).to(weight.dtype)
                 if ctx.needs_input_grad[2]:

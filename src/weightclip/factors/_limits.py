@@ -7,6 +7,7 @@ record inside the product is all it takes. The scale never reaches the gradient 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -77,20 +78,26 @@ def record_scale(
     """
     if flags == 0 or x_norm is None or d_norm is None:
         return None
-    scale = torch.ones_like(d_norm)
+    scale = None
     if flags & RADIUS:
-        scale = scale * (limits[0] / x_norm.clamp(min=TINY)).clamp(max=1)
+        scale = (limits[0] / x_norm.clamp(min=TINY)).clamp(max=1)
         if counter is not None:
             counter.add(0, x_norm <= limits[0], d_norm)
     if flags & COTANGENT:
-        scale = scale * (limits[1] / d_norm.clamp(min=TINY)).clamp(max=1)
+        second = (limits[1] / d_norm.clamp(min=TINY)).clamp(max=1)
+        scale = second if scale is None else scale * second
         if counter is not None:
             counter.add(1, d_norm <= limits[1], d_norm)
     if flags & CAP:
-        product = scale * x_norm * d_norm
-        scale = scale * (limits[2] / product.clamp(min=TINY)).clamp(max=1)
+        product = x_norm * d_norm if scale is None else scale * x_norm * d_norm
+        third = (limits[2] / product.clamp(min=TINY)).clamp(max=1)
+        scale = third if scale is None else scale * third
         if counter is not None:
             counter.add(2, product <= limits[2], d_norm)
+    scale = torch.ones_like(d_norm) if scale is None else scale
+    plain = scale.device.type == "cpu" and not transforming() and bool((x_norm + d_norm < math.inf).all())
+    if plain and bool((scale >= SMALLEST).all()):  # the usual case: what follows would change nothing
+        return scale
     # a product that underflows or overflows float32 is not finite here either and counts as zero; so does a scale
     # below the normal numbers, whose rounding no allowance covers
     good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(scale) & (scale >= SMALLEST)
@@ -120,6 +127,13 @@ def masked(value: Tensor, scale: Tensor | None, times_scale: bool) -> Tensor:
     if value.device.type == "cpu" and not transforming() and bool((scale > 0).all()):  # the usual case: no copy
         return result
     return torch.where(factor > 0, result, torch.zeros((), dtype=result.dtype, device=result.device))
+
+
+def both_masked(x: Tensor, d: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(``masked(x, scale, False)``, ``masked(d, scale, True)``), with one look at the scales."""
+    if x.device.type == "cpu" and not transforming() and bool((scale > 0).all()):
+        return x, wide(d) * scale.view((-1,) + (1,) * (d.dim() - 1))
+    return masked(x, scale, False), masked(d, scale, True)
 
 
 def squared_norm(value: Tensor) -> Tensor:
