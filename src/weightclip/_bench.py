@@ -250,13 +250,20 @@ def plot(rows: Sequence[StepRow], path: Path) -> None:
     from matplotlib import ticker
 
     panels = sorted({(r.device, r.model, r.precision) for r in rows})
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), squeeze=False, layout="constrained")
-    for axis, (device, model, kind) in zip(axes[0], panels, strict=True):
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    figure, grid = plt.subplots(down, across, figsize=(4.2 * across, 3.6 * down), squeeze=False, layout="constrained")
+    axes, lines = grid.flatten(), {}
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (device, model, kind) in zip(axes, panels, strict=False):
         for mode in (*MODES, *GRAPHED):
             points = sorted((r.batch, r.ratio) for r in rows if (r.device, r.model, r.precision, r.mode) == (
                 device, model, kind, mode))  # fmt: skip
             if points and not mode.startswith("plain"):
-                axis.plot(*zip(*points, strict=True), marker="o", label=mode)
+                colour = f"C{(*MODES, *GRAPHED).index(mode.removesuffix('-graph'))}"
+                style = {"linestyle": "--", "marker": "s"} if mode.endswith("-graph") else {"marker": "o"}
+                (lines[mode],) = axis.plot(*zip(*points, strict=True), color=colour, **style)
         axis.axhline(1.0, color="#888888", linewidth=1)
         axis.set(title=f"{model}\n{device}, {kind}", xlabel="batch", xscale="log", yscale="log")
         batches = sorted({r.batch for r in rows if (r.device, r.model, r.precision) == (device, model, kind)})
@@ -264,8 +271,8 @@ def plot(rows: Sequence[StepRow], path: Path) -> None:
         axis.set_xticks([], minor=True)
         for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
             which(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-    axes[0][0].set_ylabel("step time / plain training")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
+    for row in grid:
+        row[0].set_ylabel("step time / plain training")
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
