@@ -79,6 +79,10 @@ class Allocation:
             return torch.zeros(0, dtype=torch.float64, device=sensitivities.device)
         delta = floored(sensitivities)
         d = _sizes(dims, delta)
+        return self._spread(delta, d, sigma)
+
+    def _spread(self, delta: Tensor, d: Tensor, sigma: float) -> Tensor:
+        """s_k^2 = sigma^2 (Delta_k/sqrt(w_k d_k)) sum_j Delta_j sqrt(w_j d_j)."""
         root = torch.sqrt(self.layer_weights(delta, d) * d)  # sqrt(w_k d_k)
         return sigma * torch.sqrt(delta / root * (delta * root).sum())
 
@@ -87,11 +91,10 @@ class Allocation:
 class Equal(Allocation):
     """Every layer gets the same share of the budget: s_k = sigma sqrt(K) Delta_k."""
 
-    def scales(self, sensitivities: Tensor, dims: Sequence[int], sigma: float) -> Tensor:
-        """The s_k, by the formula above; see :meth:`Allocation.scales`."""
-        if len(dims) != sensitivities.numel() or not (math.isfinite(sigma) and sigma >= 0) or not len(dims):
-            return super().scales(sensitivities, dims, sigma)  # which says what is wrong
-        return floored(sensitivities) * (sigma * math.sqrt(len(dims)))
+    def _spread(self, delta: Tensor, d: Tensor, sigma: float) -> Tensor:
+        if type(self) is not Equal:  # a subclass may have weights of its own
+            return super()._spread(delta, d, sigma)
+        return delta * (sigma * math.sqrt(delta.numel()))
 
     def layer_weights(self, sensitivities: Tensor, d: Tensor) -> Tensor:
         return 1.0 / (sensitivities.square() * d)
