@@ -8,12 +8,13 @@ WORKERS ?= 2
 # One thread per test process: small matrices gain nothing from more, and the workers do not fight over cores.
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help setup demo test lint format bench study-tabular study-tabular-search audit audit-quick docs clean
+.PHONY: help setup demo test test-kernels lint format bench study-tabular study-tabular-search audit audit-quick docs clean
 
 help:
 	@echo "make setup          build $(VENV) with weightclip and everything its tests need"
 	@echo "make demo           train a private model on the bundled Adult data; prints accuracy, epsilon and the certificate"
 	@echo "make test           lint, then the whole test suite"
+	@echo "make test-kernels   the CUDA kernels in the interpreter of Triton (installs it, 1 GB)"
 	@echo "make lint           ruff check, ruff format --check, pyright"
 	@echo "make format         let ruff rewrite the files"
 	@echo "make bench          time and memory against plain training and DP-SGD"
@@ -38,6 +39,10 @@ demo: setup
 
 test: lint
 	$(SINGLE) $(BIN)/python -m pytest -n $(WORKERS)
+
+test-kernels: setup
+	$(BIN)/python -m pip install --quiet triton
+	$(SINGLE) $(BIN)/python -m pytest -q tests/factors/test_kernel.py tests/test_row_kernels.py
 
 lint: setup
 	$(BIN)/ruff check .
