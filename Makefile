@@ -42,7 +42,7 @@ test: lint
 
 test-kernels: setup
 	$(BIN)/python -m pip install --quiet triton
-	$(SINGLE) $(BIN)/python -m pytest -q tests/factors/test_kernel.py tests/test_row_kernels.py
+	$(SINGLE) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/factors/test_kernel.py tests/test_row_kernels.py
 
 lint: setup
 	$(BIN)/ruff check .
