@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from weightclip.bounds import kernel_overlap
-from weightclip.bounds._operator_norms import gram_iteration, spectral_norm
+from weightclip.bounds._operator_norms import gram_iteration, largest_eigenvalues, spectral_norm
 from weightclip.mechanisms import constant
 
 _BLOCK = 1024  # terms a float32 product may add up before its result goes into a float64 sum
@@ -125,7 +125,7 @@ def _largest(size: int, entries: list[_Part]) -> Tensor:
         n = part.gram.shape[-1]
         stack[i, :n, :n] = part.gram
     if stack.device.type == "cpu":
-        norms = spectral_norm(stack)
+        norms = largest_eigenvalues(stack)
     else:  # sums of products of float32 numbers: none is above 1e82
         stack.diagonal(dim1=-2, dim2=-1).add_(1e-80)  # enlarges the norm by that, so that no matrix is zero
         norms = gram_iteration(stack, _ITERATIONS, moderate=all(part.narrow for part in entries))

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from weightclip.bounds._operator_norms import dense_norm, drift_bound, frobenius, gram_iteration, spectral_norm
+from weightclip.bounds import _operator_norms
+from weightclip.bounds._operator_norms import (
+    dense_norm,
+    drift_bound,
+    frobenius,
+    gram_iteration,
+    largest_eigenvalues,
+    spectral_norm,
+)
 from weightclip.errors import CertificationError
 
 
@@ -213,3 +221,44 @@ def test_norms_leave_no_graph_behind() -> None:
     w = torch.randn(3, 3, requires_grad=True)
     for bound in (dense_norm(w), dense_norm(w, 1), gram_iteration(w), frobenius(w)):
         assert not bound.requires_grad
+
+
+def spectra(n: int) -> dict[str, Tensor]:
+    """Eigenvalues that are hard to find or to separate."""
+    g = torch.Generator().manual_seed(n)
+    flat = torch.rand(n, dtype=torch.float64, generator=g)
+    close = 1 - 1e-9 * torch.arange(n, dtype=torch.float64)
+    spike = torch.full((n,), 1e-8, dtype=torch.float64)
+    spike[0] = 1.0
+    half = torch.where(torch.arange(n) < n // 2, 1.0, 0.5).double()
+    return {"uniform": flat, "clustered": close, "spike": spike, "two": half, "decay": 0.9 ** torch.arange(n).double()}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-60, 1e60])
+def test_large_symmetric_matrices_are_bounded_by_cholesky(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_operator_norms, "_CHOLESKY", 8)
+    n = 96
+    q = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
+    for name, values in spectra(n).items():
+        gram = (q * values) @ q.T * scale
+        found, truth = float(largest_eigenvalues(gram)), float(torch.linalg.eigvalsh(gram)[-1])
+        assert truth * (1 - 1e-14) <= found <= truth * (1 + 2e-3), name
+    blind = torch.eye(n, dtype=torch.float64)  # the starting vector sees nothing of the largest eigenvalue
+    places = torch.arange(n, dtype=torch.float64)
+    start = torch.cos(places * places * 0.37) + 1.3
+    other = torch.zeros(n, dtype=torch.float64)
+    other[0], other[1] = start[1], -start[0]
+    blind = (blind + 5 * torch.outer(other, other) / other.square().sum()) * scale
+    assert float(largest_eigenvalues(blind)) >= 6 * scale * (1 - 1e-14)
+
+
+def test_large_eigenvalues_of_degenerate_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_operator_norms, "_CHOLESKY", 2)
+    stack = torch.stack([torch.zeros(4, 4), torch.eye(4), torch.full((4, 4), math.nan), torch.ones(4, 4)]).double()
+    stack[0, 1, 1] = -1.0
+    found = largest_eigenvalues(stack)
+    assert 0 <= found[0] < 1e-12 and found[1] == pytest.approx(1, rel=2e-6) and math.isnan(float(found[2]))
+    assert 4 <= found[3] <= 4 * (1 + 2e-6)
+    w = torch.randn(600, 700, generator=torch.Generator().manual_seed(3))
+    truth = exact(w.double())
+    assert truth <= float(spectral_norm(w)) <= truth * (1 + 1e-4)
