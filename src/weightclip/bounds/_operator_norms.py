@@ -20,9 +20,7 @@ _U64 = 2.0**-53
 _TINY = 2.0**-1000  # divisor in place of 0: a zero matrix stays zero
 # Real products accumulate one rounding per term; a complex product does at most four times as much arithmetic.
 _COMPLEX = 4.0
-_CHOLESKY = (
-    512  # order from which a Cholesky factor proves an eigenvalue bound several times faster than all eigenvalues
-)
+_CHOLESKY = 512  # order from which a Cholesky factor proves a bound in a fraction of the time all eigenvalues take
 
 
 def frobenius(weight: Tensor) -> Tensor:
