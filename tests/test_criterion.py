@@ -110,3 +110,11 @@ def test_it_shows_its_loss_and_is_a_module() -> None:
     run = private(mlp(), table(8))
     assert "CrossEntropy" in repr(run.criterion)
     assert isinstance(run.criterion, nn.Module)
+
+
+def test_the_certified_loss_cannot_be_replaced() -> None:
+    """Its bound is part of the noise: another loss under the old bound would get too little."""
+    run = private(mlp(), table(8), criterion=wc.losses.CrossEntropy(temperature=2.0))
+    with pytest.raises(AttributeError):
+        run.criterion.loss = wc.losses.CrossEntropy(temperature=0.01)
+    assert run.criterion.loss == wc.losses.CrossEntropy(temperature=2.0)
