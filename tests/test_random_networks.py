@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from tests._climber import largest_ratio, private_copy
+from tests._networks import random_case, simple_cases
 
-
-def _load(name: str) -> ModuleType:
-    """A helper module next to this file, under importlib's import mode."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-networks = _load("_networks")
 NETWORKS, GROUP = 330, 11
 # float32 products round by (summands + 8) 2^-24 of the bound, which the engine adds to sensitivities (SOUNDNESS 6)
 LIMIT = 1 + 300 * 2.0**-24
@@ -32,21 +18,21 @@ LIMIT = 1 + 300 * 2.0**-24
 def test_random_networks(first, record_property):
     worst = 0.0
     for seed in range(first, first + GROUP):
-        case = networks.random_case(seed)
-        ratio = networks.largest_ratio(case, seed=seed, trials=4, steps=8)
+        case = random_case(seed)
+        ratio = largest_ratio(case, seed=seed, trials=4, steps=8)
         assert ratio <= LIMIT, f"seed {seed}: {ratio} of the certified sensitivity, {case.notes}, p = {case.bounds.p}"
         worst = max(worst, ratio)
     record_property("largest ratio", worst)
     assert worst > 0.3  # some network of every group comes near its certificate
 
 
-SIMPLE = networks.simple_cases()
+SIMPLE = simple_cases()
 
 
 @pytest.mark.parametrize("name", SIMPLE)
 def test_simple_cases_come_close(name, record_property):
     case = SIMPLE[name]
-    ratio = max(networks.largest_ratio(case, seed=s, trials=12, steps=60) for s in range(2))
+    ratio = max(largest_ratio(case, seed=s, trials=12, steps=60) for s in range(2))
     record_property("largest ratio", ratio)
     assert 0.9 < ratio <= LIMIT
 
@@ -54,7 +40,7 @@ def test_simple_cases_come_close(name, record_property):
 def test_every_strategy_is_drawn():
     notes, losses, exponents = Counter(), Counter(), Counter()
     for seed in range(NETWORKS):
-        case = networks.random_case(seed)
+        case = random_case(seed)
         notes.update(case.notes.values())
         losses[type(case.loss).__name__] += 1
         exponents[case.bounds.p] += 1
@@ -71,7 +57,7 @@ def test_private_copies_are_what_the_engine_installs():
     from weightclip.factors import is_private
 
     case = SIMPLE["radii"]
-    ours = networks.private_copy(case, ["0", "2"])
+    ours = private_copy(case, ["0", "2"])
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long)), batch_size=4

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from tests.triton_kit import kernel_device, run_interpreted
 
 import weightclip as wc
 from weightclip._gate import _project_widely
@@ -21,21 +18,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 
 @pytest.fixture
 def device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("runs in a process of its own, see test_in_the_interpreter")
-    return torch.device("cpu")
+    return kernel_device()
 
 
-@pytest.mark.skipif(torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="runs as it is")
 def test_in_the_interpreter() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed: it comes with CUDA builds of torch")
-    env = {**os.environ, "TRITON_INTERPRET": "1"}  # read when Triton is first imported
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], env=env,
-                         capture_output=True, text=True)  # fmt: skip
-    assert run.returncode == 0, run.stdout[-2000:]
+    run_interpreted(__file__)
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (4, 105), (3, 2, 17, 31)])

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.triton_kit import kernel_device, run_interpreted
 
 from weightclip.factors._conv import patch_norm_squared, patch_weights
 from weightclip.factors._kernel import dense_gradient, fits, fused_scale, record_sums, weight_gradient
@@ -26,21 +22,11 @@ CASES = [  # records, in, out, size, stride, padding, dilation, kernel
 
 @pytest.fixture
 def interpreter() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("runs in a process of its own, see test_in_the_interpreter")
-    return torch.device("cpu")
+    return kernel_device()
 
 
-@pytest.mark.skipif(torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="runs as it is")
-def test_in_the_interpreter():
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed: it comes with CUDA builds of torch")
-    env = {**os.environ, "TRITON_INTERPRET": "1"}  # read when Triton is first imported
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], env=env,
-                         capture_output=True, text=True)  # fmt: skip
-    assert run.returncode == 0, run.stdout[-2000:]
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tests.mutants.audit_mutants_engine  # noqa: F401 - the other mutants register themselves
 from tests.mutants.audit_mutants import MUTANTS, Mutant
 
 from weightclip.audit import AUDITS, QUICK, Examination, subjects

@@ -5,66 +5,24 @@ Each mutant is a patch inside one test. A case keeps its certificate as the code
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from tests._networks import Case, Doubled, Mean, simple_cases
+from tests.mutants.bound_kit import caught, huber, set_weights, violations
 from torch import nn
 
 import weightclip as wc
 from weightclip import nn as wnn
 from weightclip.bounds import Effect, _conv, _conv_norms, _dense, _normalise, _rule, plus, times
 from weightclip.certificate import Plan
-from weightclip.factors import _conv as conv_factors
 from weightclip.factors import _dense as dense_factors
 from weightclip.factors import make_layer_private
-from weightclip.losses import BCEWithLogits, Cosine, CrossEntropy, Huber
+from weightclip.losses import CrossEntropy
 
-
-def _load(name: str) -> ModuleType:
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-networks = _load("_networks")
-Case, Mean, aten = networks.Case, networks.Mean, torch.ops.aten
-LIMIT = 1 + 1e-5
-
-
-def set_weights(layer: nn.Module, *values: Any) -> nn.Module:
-    """A layer with given weight and bias."""
-    with torch.no_grad():
-        for q, value in zip(layer.parameters(), values, strict=False):
-            q.copy_(torch.tensor(value, dtype=torch.float32).reshape(q.shape))
-    return layer
-
-
-def violations(case: Any, trials: int = 12, steps: int = 40) -> int:
-    """1 if some record's gradient exceeds its certified sensitivity, else 0."""
-    return int(networks.largest_ratio(case, seed=0, trials=trials, steps=steps) > LIMIT)
-
-
-def caught(case: Any, mutate: Callable[[], None]) -> None:
-    """Sound as it is, unsound under the mutant."""
-    assert violations(case) == 0
-    mutate()
-    assert violations(case) > 0
-
-
-def huber(model: nn.Module, shape: tuple[int, ...], classes: int, starts: Any = (), **bounds: Any) -> Any:
-    """A case with a Huber loss, whose gradient is easily at its bound in any sign pattern."""
-    starts = [torch.as_tensor(s, dtype=torch.float32) for s in starts]
-    return Case(model, shape, Huber(), wc.Bounds(**{"input_radius": 1.0, **bounds}), classes=classes, starts=starts)
+aten = torch.ops.aten
 
 
 # -- the chain ---------------------------------------------------------------------------------------------------------
@@ -84,7 +42,7 @@ def test_product_from_the_layer_itself_on(monkeypatch):
 
 def test_users_in_place_of_edges(monkeypatch):
     """y + y is one user, two edges."""
-    model = nn.Sequential(nn.Linear(1, 1, bias=False), networks.Doubled())
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), Doubled())
 
     def mutant(self, gains):
         bound: list[Any] = [0.0] * len(self.graph.nodes)
@@ -143,13 +101,13 @@ def test_without_the_positions(monkeypatch):
 
 
 def test_embeddings_as_if_each_row_were_used_once(monkeypatch):
-    case = networks.simple_cases()["embedding"]
+    case = simple_cases()["embedding"]
     caught(case, lambda: monkeypatch.setattr(_dense.EmbeddingRule, "factor", lambda *args: 1.0))
 
 
 def test_convolution_factor_without_the_overlap(monkeypatch):
     """One input entry meets the kernel in m places."""
-    case = networks.simple_cases()["conv"]
+    case = simple_cases()["conv"]
     caught(case, lambda: monkeypatch.setattr(_conv, "kernel_overlap", lambda conv: 1))
 
 
@@ -336,81 +294,3 @@ def test_a_bias_that_moves_no_output(monkeypatch):
     model = nn.Sequential(set_weights(nn.Linear(1, 1), [[1.0]], [5.0]), nn.Linear(1, 1, bias=False))
     case = huber(model, (1,), 1)
     caught(case, lambda: monkeypatch.setattr(_dense, "bias_norm", lambda module: 0.0))
-
-
-# -- losses ------------------------------------------------------------------------------------------------------------
-
-
-def test_cross_entropy_as_one(monkeypatch):
-    case = networks.simple_cases()["dense"]
-    caught(case, lambda: monkeypatch.setattr(CrossEntropy, "bound", lambda self, shape, p=2: 1.0))
-
-
-def test_temperature_forgotten(monkeypatch):
-    model = set_weights(nn.Linear(2, 2, bias=False), [[50.0, 0.0], [0.0, 50.0]])
-    case = Case(model, (2,), CrossEntropy(temperature=0.5), wc.Bounds(input_radius=1.0), classes=2)
-    caught(case, lambda: monkeypatch.setattr(CrossEntropy, "bound", lambda self, shape, p=2: math.sqrt(2)))
-
-
-def test_cosine_without_its_floor(monkeypatch):
-    model = set_weights(nn.Linear(2, 2, bias=False), [[0.01, 0.0], [0.0, 0.01]])
-    case = Case(model, (2,), Cosine(floor=0.1), wc.Bounds(input_radius=1.0), classes=2)
-    caught(case, lambda: monkeypatch.setattr(Cosine, "bound", lambda self, shape, p=2: 1.0))
-
-
-def test_several_outputs_as_one(monkeypatch):
-    """n averaged outputs have an l2 bound of 1/sqrt(n), not 1/n."""
-    model = nn.Linear(2, 4, bias=False)
-    case = Case(model, (2,), BCEWithLogits(pos_weight=5.0), wc.Bounds(input_radius=1.0), classes=4)
-    caught(case, lambda: monkeypatch.setattr(BCEWithLogits, "bound", lambda self, shape, p=2: 5.0 / shape[0]))
-
-
-# -- limits in the bound but not in the code ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("limit, name", [("cotangent", "radii"), ("radius", "radii"), ("cap", "cap"),
-                                         ("cap", "cap of a conv"), ("cap", "cap over positions")])  # fmt: skip
-def test_limits_that_are_not_enforced(limit, name, monkeypatch):
-    original = networks.make_layer_private
-
-    def mutant(module, **options):
-        original(module, **{**options, limit: None})
-
-    case = networks.simple_cases()[name]
-    caught(case, lambda: monkeypatch.setattr(networks, "make_layer_private", mutant))
-
-
-def test_inputs_that_are_not_projected(monkeypatch):
-    monkeypatch_target = networks.InputProjection
-    case = networks.simple_cases()["dense"]
-    caught(case, lambda: monkeypatch.setattr(networks, "InputProjection", lambda r, d: monkeypatch_target(math.inf, d)))
-
-
-def test_a_patch_norm_that_forgets_the_overlap(monkeypatch):
-    """||x|| in place of ||U||_F inside the radius of a convolution."""
-    model = nn.Sequential(nn.Conv1d(1, 1, 3, padding=1, bias=False), nn.Flatten())
-    case = huber(model, (1, 16), 16, layer_radius=0.1, cotangent_radius=0.01, starts=[torch.ones(16)])
-
-    def mutant(x, *geometry):
-        return x.flatten(1).square().sum(1)
-
-    caught(case, lambda: monkeypatch.setattr(conv_factors, "patch_norm_squared", mutant))
-
-
-def test_records_that_are_not_finite(monkeypatch):
-    """0 * nan is nan: scaling by zero is not enough."""
-
-    def total() -> torch.Tensor:
-        layer = nn.Linear(2, 2)
-        make_layer_private(layer, cap=1.0)
-        layer(torch.tensor([[1.0, 1.0], [math.nan, 1.0]])).sum().backward()
-        assert layer.weight.grad is not None
-        return layer.weight.grad
-
-    assert bool(torch.isfinite(total()).all())
-
-    def mutant(x, d, scale):
-        return x, d * scale.view(-1, *(1,) * (d.dim() - 1))
-
-    monkeypatch.setattr(dense_factors, "both_masked", mutant)
-    assert not bool(torch.isfinite(total()).all())

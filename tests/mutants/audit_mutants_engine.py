@@ -1,0 +1,273 @@
+"""More deliberate privacy bugs: in noise, release, bounds, sampling, loss and ledger."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.mutants.audit_mutants import (
+    ALIGNED,
+    CLIPPED,
+    FLOAT32,
+    JOINT,
+    LARGE,
+    PIECES,
+    POOL,
+    RADII,
+    SHARED,
+    Patch,
+    _around_release,
+    _with_sigma,
+    mutant,
+)
+
+import weightclip._checkpoint as checkpoint
+import weightclip._criterion as criterion
+import weightclip._gains as gains
+import weightclip._gate as gate
+import weightclip._loop as loop
+import weightclip.certificate as certificate
+import weightclip.engine as engine
+import weightclip.losses as losses
+import weightclip.sampling as sampling
+from weightclip._release import Release
+from weightclip._streams import Streams
+
+
+@mutant("noise for the mean added to the sum", "noise", ALIGNED)
+def _(patch: pytest.MonkeyPatch) -> None:
+    _around_release(patch, lambda release, step: _with_sigma(release, 1 / release.batch))
+
+
+def _by_pieces(patch: pytest.MonkeyPatch, noises: Callable[[int], int]) -> None:
+    original = loop.TrainingLoop._before_step
+
+    def before(self: Any, *args: Any) -> None:
+        undo = _with_sigma(self._release, math.sqrt(noises(self._info.piece + 1)))
+        try:
+            original(self, *args)
+        finally:
+            undo()
+
+    patch.setattr(loop.TrainingLoop, "_before_step", before)
+
+
+@mutant("noise once per physical batch", "noise", PIECES)
+def _(patch: pytest.MonkeyPatch) -> None:
+    _by_pieces(patch, lambda pieces: pieces)
+
+
+@mutant("noise once too few", "noise", PIECES)
+def _(patch: pytest.MonkeyPatch) -> None:
+    _by_pieces(patch, lambda pieces: pieces - 1)
+
+
+@mutant("the same noise in every step", "noise", RADII)
+def _(patch: pytest.MonkeyPatch) -> None:
+    original = Streams.normal_
+    patch.setattr(Streams, "normal_", lambda self, out, label, *ints: original(self, out, label, 0))
+
+
+@mutant("the same noise in every layer", "noise", RADII)
+def _(patch: pytest.MonkeyPatch) -> None:
+    original = Streams.normal_
+
+    def repeat(self: Streams, out: torch.Tensor, label: str, *ints: int) -> torch.Tensor:
+        original(self, out, label, *ints)
+        return out.copy_(out[:8].repeat(-(-out.numel() // 8))[: out.numel()])
+
+    patch.setattr(Streams, "normal_", repeat)
+
+
+@mutant("bfloat16 noise", "noise", RADII)
+def _(patch: pytest.MonkeyPatch) -> None:
+    original = Streams.normal_
+    patch.setattr(Streams, "normal_", lambda self, out, *a: out.copy_(original(self, out, *a).bfloat16()))
+
+
+@mutant("noise on biases forgets their scale", "noise", RADII)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def before(release: Release, step: int) -> Callable[[], None]:
+        blocks, release.blocks = release.blocks, [replace(b, beta=1.0) for b in release.blocks]
+
+        def undo() -> None:
+            release.blocks = blocks
+
+        return undo
+
+    _around_release(patch, before)
+
+
+@mutant("moving average of raw gradients released", "release", RADII)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def before(release: Release, step: int) -> None:
+        past = release.__dict__.setdefault("past", [None] * len(release.sums))
+        for i, (total, old) in enumerate(zip(release.sums, past, strict=True)):
+            if total is not None and old is not None:
+                release.sums[i] = total + 0.9 * old
+            elif old is not None:
+                release.sums[i] = 0.9 * old
+        release.__dict__["past"] = list(release.sums)
+
+    _around_release(patch, before)
+
+
+@mutant("bfloat16 sums", "release", LARGE)
+def _(patch: pytest.MonkeyPatch) -> None:
+    original = Release.add
+    patch.setattr(Release, "add", lambda self, i, g: original(self, i, g.bfloat16().to(g.dtype)))
+
+
+@mutant("no slack for rounding", "release", FLOAT32)
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine, "sum_slack", lambda plan, *rest: [1.0] * len(plan.layers))
+
+
+def _not_enforced(limit: str) -> Patch:
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        original = engine.make_layer_private
+        patch.setattr(engine, "make_layer_private", lambda module, **kw: original(module, **{**kw, limit: None}))
+
+    return apply
+
+
+mutant("cotangent radius in the noise, not in the code", "bounds", RADII)(_not_enforced("cotangent"))
+mutant("input radius of a layer in the noise, not in the code", "bounds", RADII)(_not_enforced("radius"))
+mutant("joint cap in the noise, not in the code", "bounds", JOINT)(_not_enforced("joint"))
+
+
+@mutant("input projection in the noise, not in the code", "bounds", ALIGNED)
+def _(patch: pytest.MonkeyPatch) -> None:
+    original = gate.project_records
+    patch.setattr(gate, "project_records", lambda x, radius, *rest: original(x, math.inf, *rest))
+
+
+@mutant("a record that is not finite reaches the sum", "bounds", ALIGNED)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def naive(x: torch.Tensor, radius: float, *rest: Any) -> torch.Tensor:
+        norm = x.flatten(1).norm(dim=1).view(-1, *(1,) * (x.dim() - 1))
+        return x if math.isinf(radius) else x * (radius / norm.clamp(min=radius))
+
+    patch.setattr(gate, "project_records", naive)
+
+
+@mutant("users counted instead of edges", "bounds", SHARED)
+def _(patch: pytest.MonkeyPatch) -> None:
+    original = certificate.Plan._backward
+
+    def users(self: Any, gain: Any) -> Any:
+        kept = [tuple(0.0 if e in node.edges[:i] else g for i, (e, g) in enumerate(zip(node.edges, gs, strict=True)))
+                for node, gs in zip(self.graph.nodes, gain, strict=True)]  # fmt: skip
+        return original(self, kept)
+
+    patch.setattr(certificate.Plan, "_backward", users)
+
+
+@mutant("several uses of a layer counted once", "bounds", SHARED)
+def _(patch: pytest.MonkeyPatch) -> None:
+    original = certificate.Plan._layer
+    patch.setattr(certificate.Plan, "_layer", lambda self, path, uses, *rest: original(self, path, uses[:1], *rest))
+
+
+@mutant("weights clipped before the step instead of after", "bounds", CLIPPED)
+def _(patch: pytest.MonkeyPatch) -> None:
+    # the printed algorithm trusts C: the norm that is accounted is the limit, whatever the weights are
+    real = gains.Gains.current
+
+    def current(self: Any, *rest: Any) -> dict[str, torch.Tensor]:
+        limit = self.plan.bounds.weight_norm
+        if limit is None:  # the canaries' model has no limit to trust
+            return real(self, *rest)
+        return {path: torch.tensor(limit, dtype=torch.float64) for path in self.plan.layers}
+
+    original = loop.TrainingLoop._before_step
+
+    def before(self: Any, *args: Any) -> None:
+        original(self, *args)
+        self._clip()  # then the optimiser moves the weights out of the ball again
+
+    def after(self: Any, *_: Any) -> None:
+        if not self._skip:
+            self._gate.clear()
+
+    patch.setattr(gains.Gains, "current", current)
+    patch.setattr(loop.TrainingLoop, "_before_step", before)
+    patch.setattr(loop.TrainingLoop, "_after_step", after)
+
+
+@mutant("shuffled batches accounted as Poisson draws", "sampling", RADII)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def shuffled(self: Any, draw: int) -> np.ndarray:
+        if self.sample_rate == 1:
+            return np.arange(self._n)
+        width = self._draws_per_pass
+        order = self.streams.numpy("shuffle", draw // width).permutation(np.arange(max(self._n, width)))
+        return np.sort(np.array([i for i in np.array_split(order, width)[draw % width] if i < self._n], dtype=np.int64))
+
+    patch.setattr(sampling.PoissonLoader, "indices", shuffled)
+
+
+@mutant("large draws are truncated", "sampling", RADII)
+def _(patch: pytest.MonkeyPatch) -> None:
+    original = sampling.PoissonLoader.indices
+
+    def cut(self: Any, draw: int) -> np.ndarray:
+        found = original(self, draw)
+        return found if self.sample_rate == 1 else found[-1:]
+
+    patch.setattr(sampling.PoissonLoader, "indices", cut)
+
+
+@mutant("padding counts as a record", "sampling", ALIGNED)
+def _(patch: pytest.MonkeyPatch) -> None:
+    original = loop.TrainingLoop._begin_loss
+    patch.setattr(loop.TrainingLoop, "_begin_loss", lambda self, logits: (original(self, logits)[0], None))
+
+
+@mutant("loss averaged over the realised batch", "loss", ALIGNED)
+def _(patch: pytest.MonkeyPatch) -> None:
+    original = losses.CrossEntropy.gradient
+    patch.setattr(losses.CrossEntropy, "gradient", lambda self, z, y: original(self, z, y) * (8 / len(z)))
+
+
+@mutant("scaling the loss scales the sum", "loss", ALIGNED)
+def _(patch: pytest.MonkeyPatch) -> None:
+    original = criterion._Summed.backward
+
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        output, gradient, *rest = ctx.todo
+        ctx.todo = (output, gradient * upstream, *rest)
+        return original(ctx, upstream)
+
+    patch.setattr(criterion._Summed, "backward", staticmethod(backward))
+
+
+@mutant("a resumed run has a fresh ledger", "ledger", RADII)
+def _(patch: pytest.MonkeyPatch) -> None:
+    original = checkpoint.load
+
+    def load(run: Any, path: Any, *, exact: bool) -> None:
+        original(run, path, exact=exact)
+        run.steps = 0
+
+    patch.setattr(checkpoint, "load", load)
+
+
+@mutant("a resumed run repeats its noise", "ledger", RADII)
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Streams, "advance", lambda self, nonce: self)
+
+
+@mutant("the ledger states more noise than is added", "ledger", POOL)
+def _(patch: pytest.MonkeyPatch) -> None:
+    original = engine.PrivacyEngine.mechanisms
+
+    def generous(self: Any) -> list[Any]:
+        return [replace(m, sigma=1.1 * m.sigma) for m in original(self)]
+
+    patch.setattr(engine.PrivacyEngine, "mechanisms", generous)

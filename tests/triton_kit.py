@@ -1,0 +1,34 @@
+"""Triton kernels without a GPU: its interpreter, in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read by Triton when it is first imported
+
+
+def kernel_device() -> torch.device:
+    """Where kernels can run in this process; skips the test where they cannot."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if not INTERPRETED:
+        pytest.skip("runs in a process of its own, see test_in_the_interpreter")
+    return torch.device("cpu")
+
+
+def run_interpreted(file: str) -> None:
+    """Run the tests of a file in Triton's interpreter."""
+    if torch.cuda.is_available() or INTERPRETED:
+        pytest.skip("runs as it is")
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: it comes with CUDA builds of torch")
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file], env=env,
+                         capture_output=True, text=True)  # fmt: skip
+    assert run.returncode == 0, run.stdout[-2000:]
