@@ -1,9 +1,10 @@
-"""How the certificate grows with depth, and a Poisson draw with the data set: seconds and megabytes."""
+"""How the certificate grows with depth, a certified norm with width, a Poisson draw with the data set."""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import statistics
 import sys
 import time
 import tracemalloc
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import weightclip as wc
+from weightclip._bank import NormBank
 from weightclip._streams import SAMPLING, Streams
 from weightclip.bounds import Numerics
 from weightclip.certificate import build_plan
@@ -34,6 +36,17 @@ def certificate(depth: int, device: torch.device) -> list[tuple[str, int, float]
     found = plan.evaluate(Numerics())
     _ = float(found[next(iter(found))].sensitivity)
     return [("trace", parameters, traced - began), ("certificate", parameters, time.perf_counter() - traced)]
+
+
+def norm(width: int, device: torch.device) -> list[tuple[str, int, float]]:
+    """The certified norm of one square dense layer, as clipping takes it after every step; median of five."""
+    bank = NormBank({"": nn.Linear(width, width).to(device)})
+    times = []
+    for _ in range(6):
+        began = time.perf_counter()
+        float(bank.vector())
+        times.append(time.perf_counter() - began)
+    return [("norm", width, statistics.median(times[1:]))]
 
 
 def sampling(rows: int, q: float) -> list[tuple[str, int, float]]:
@@ -62,6 +75,7 @@ def main() -> None:
     device = torch.device(options.device)
     label = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x{options.threads}"
     rows = [(label, depth, *line) for depth in options.depths for line in certificate(depth, device)]
+    rows += [(label, 1, *line) for width in (128, 512, 1024, 2048) for line in norm(width, device)]
     rows += [("cpu", 0, *line) for n in (10**6, 10**8) for line in sampling(n, 1e-5)]
     for row in rows:
         print(row, file=sys.stderr)

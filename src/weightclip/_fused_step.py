@@ -54,8 +54,9 @@ class FusedStep:
     Formal guarantees:
         A replay runs the recorded kernels of the ordinary step (projection, certified loss gradient, bounded factors,
         sensitivities at the present weights, allocation, noise) with the step's own noise stream, charged before it is
-        launched. Whatever a graph holds fixed (modes, precision, loss, places of tensors, sigma, b, views) is part of
-        the key under which it is found; padding rows have a gradient of exact zeros.
+        launched. What a graph holds fixed and the user can change (modes, precision, places of tensors) is part of the
+        key under which it is found, as are sigma, b and the noise streams; loss, bounds, allocation and views are the
+        engine's for good. Padding rows have a gradient of exact zeros.
     """
 
     def __init__(self, engine: PrivacyEngine) -> None:
@@ -146,7 +147,7 @@ class FusedStep:
         return value
 
     def _record(self, key: Hashable, inputs: _Inputs) -> bool:
-        """Record the step for one size; False if that cannot be done, and then never again."""
+        """Record the step for one size; False if that was not possible (after an error of CUDA's: for good)."""
         engine, before = self.engine, torch.cuda.current_stream()
         if len(self._graphs) >= _MOST:
             self._graphs.clear()
