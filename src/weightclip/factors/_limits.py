@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -145,6 +145,12 @@ def squared_norm(value: Tensor) -> Tensor:
 def wide(value: Tensor) -> Tensor:
     """The tensor in float32 or better."""
     return value if value.dtype in (torch.float32, torch.float64) else value.float()
+
+
+def full_precision(value: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Without autocast; nothing where it is off anyway."""
+    on = value.device.type
+    return torch.autocast(on, enabled=False) if torch.is_autocast_enabled(on) else contextlib.nullcontext()
 
 
 def own(value: Tensor) -> Tensor:
