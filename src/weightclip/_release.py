@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weightclip._knorm import KNorm, fill_, spread
+from weightclip._row_kernels import fits, scale_blocks_
 from weightclip._streams import NOISE, Streams
 from weightclip.bounds import layer_rule
 from weightclip.certificate import Evaluation, Plan
@@ -64,6 +65,7 @@ class Release:
         wide = any(b.parameter.dtype == torch.float64 for b in self.blocks)
         self.sizes = [b.parameter.numel() for b in self.blocks]
         self.device = self.blocks[0].parameter.device
+        self.ends = torch.tensor(self.sizes).cumsum(0).to(self.device)
         # pieces of a draw are added in float64: hundreds of float32 additions would cost slack (SOUNDNESS section 6)
         self.sum_dtype = torch.float64 if wide or in_pieces else torch.float32
         self.noise_dtype = torch.float64 if wide else torch.float32
@@ -197,6 +199,9 @@ class Release:
                 multiples = [scales[b.layer] * (_UP * self.views) / b.beta for b in self.blocks]
             else:  # the factors stay on the device: nothing waits
                 factors = self.factors(sensitivities) if factors is None else factors
+                if fits(noise):
+                    scale_blocks_(noise, factors, self.ends)
+                    return
                 multiples = list(factors.to(noise.dtype).unbind())
         torch._foreach_mul_(views, multiples)  # pyright: ignore[reportPrivateImportUsage]
 
