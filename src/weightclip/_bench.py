@@ -83,12 +83,13 @@ def prepare(mode: str, name: str, batch: int, device: torch.device) -> Callable[
     model = factory().to(device)
     x = torch.randn(batch, *shape, device=device)
     y = torch.randint(0, classes, (batch,), device=device)
-    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-4)
+    graphed = mode in GRAPHED
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-4, capturable=graphed)
     loss: Any = nn.CrossEntropyLoss()
     if mode == "plain":
         return lambda: _step(model, optimizer, loss, x, y)
     if mode == "plain-graph":
-        return _recorded(model, torch.optim.Adam(model.parameters(), lr=1e-4, capturable=True), loss, x, y)
+        return _recorded(model, optimizer, loss, x, y)
     loader = DataLoader(TensorDataset(x, y), batch_size=batch)
     if mode.startswith("opacus"):
         return _opacus(mode.removeprefix("opacus-"), model, optimizer, loss, loader, x, y)
@@ -97,7 +98,7 @@ def prepare(mode: str, name: str, batch: int, device: torch.device) -> Callable[
         module=model, optimizer=optimizer, data_loader=loader, criterion=loss, noise_multiplier=1.0,
         bounds=bounds_of(mode.removesuffix("-graph")), sample_rate=0.01, expected_batch_size=batch,
     )  # fmt: skip
-    draw, fused = 0, engine.fused_step() if mode.endswith("-graph") else None
+    draw, fused = 0, engine.fused_step() if graphed else None
 
     def step() -> None:
         nonlocal draw
@@ -208,7 +209,7 @@ def _warm(mode: str, name: str, batch: int, device: torch.device) -> tuple[Calla
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
     step = prepare(mode, name, batch, device)
-    for _ in range(8 if device.type == "cuda" else 3):  # the third step records graphs, the fourth a whole step
+    for _ in range(12 if device.type == "cuda" else 3):  # the third step records graphs, the sixth a whole step
         step()
     if device.type != "cuda":
         return step, None

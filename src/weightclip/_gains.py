@@ -93,6 +93,11 @@ class Gains:
             torch.autograd.graph.increment_version(weights)  # a replay does not count as a write
         self._clipped = _Clipped(self._kept[0], _versions(self.bank), self._kept[1])
 
+    def replayed(self) -> None:
+        """A recorded step has changed the weights and clipped them: norms lie where clipping leaves them."""
+        if self.bank is not None and self._kept is not None:
+            self._clipped = _Clipped(self._kept[0], _versions(self.bank), self._kept[1])
+
     def _rescale(self, limits: dict[str, float]) -> Tensor:
         """Rescale the weights; bounds of their norms, and Frobenius norms, after that: 2 x layers, float64."""
         assert self.bank is not None
