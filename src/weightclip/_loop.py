@@ -271,7 +271,6 @@ class TrainingLoop:
             self._collecting = False
             self._joint.uses = outer
 
-    @torch.no_grad()
     def _take(self, index: int) -> None:
         """Post-accumulate hook: a parameter's fresh gradient moves to the sum, or nowhere; ``.grad`` is left empty."""
         parameter = self._release.blocks[index].parameter

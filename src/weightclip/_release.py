@@ -86,7 +86,9 @@ class Release:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a gradient to the sum; the tensor is kept, and never written to."""
-        gradient, before = gradient.detach().to(self.sum_dtype), self.sums[index]
+        gradient, before = gradient.detach(), self.sums[index]
+        if gradient.dtype != self.sum_dtype:
+            gradient = gradient.to(self.sum_dtype)
         self.sums[index] = gradient if before is None else before + gradient
 
     def sensitivities(self, evaluations: dict[str, Evaluation]) -> Tensor:

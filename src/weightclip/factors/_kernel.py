@@ -67,18 +67,23 @@ def weight_gradient(
             scale is not None, x.stride(1) == 1 and x.shape[1] > 1, together, rows, cols, depth, num_warps=4,
             num_stages=3,
         )  # fmt: skip
-    whole = found[0] if parts == 1 else found.sum(0)
-    weight = whole[:, :columns].view(out, *kernel, x.shape[1]).permute(0, 3, 1, 2)
-    if bias and not together:
-        return weight, record_sums(d.flatten(2), scale)[0]
-    return weight, whole[:, columns] if bias else None
+    whole, channels = found if parts == 1 else found.sum(0), x.shape[1]
+    across = columns + together
+    # one view instead of a slice, a view and a permutation: small networks wait for the host
+    weight = whole.as_strided((out, channels, *kernel), (across, 1, kernel[1] * channels, channels))
+    if not bias:
+        return weight, None
+    return weight, whole.as_strided((out,), (across,), columns) if together else record_sums(d.flatten(2), scale)[0]
 
 
 def dense_gradient(
     x: Tensor, d: Tensor, scale: Tensor | None, bias: bool = False
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """sum_n scale_n delta_n x_n^T over records and positions; x (records, ..., in), d (records, ..., out)."""
-    x, d = (t.reshape(t.shape[0], -1, t.shape[-1]).transpose(1, 2).unsqueeze(3) for t in (x, d))
+    if x.dim() == 2:
+        x, d = x[:, :, None, None], d[:, :, None, None]
+    else:
+        x, d = (t.reshape(t.shape[0], -1, t.shape[-1]).transpose(1, 2).unsqueeze(3) for t in (x, d))
     weight, sums = weight_gradient(x, d, scale, (1, 1), (1, 1), (0, 0), (1, 1), bias)
     return weight[:, :, 0, 0], sums
 
