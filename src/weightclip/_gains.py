@@ -183,6 +183,7 @@ class _Clipped:
         now = _frobenius(weights)
         if isinstance(now, list) or isinstance(self.norms, list):
             return self.norms if now == self.frobenius else None
+        assert isinstance(self.frobenius, Tensor)
         changed = now != self.frobenius
         # nothing waits for the device: where a weight moved, its Frobenius norm is a bound as well
         free = now * constant(tuple(1.01 * factor for factor in bank.factors.values()), now.device)

@@ -179,7 +179,7 @@ def _by_numbers(weight: Tensor) -> float | None:
     total = float(gram.trace())
     if not math.isfinite(total):
         return None
-    of_trace, of_gram = _error(*a.shape)
+    of_trace, of_gram = _error(len(a), a.shape[1])
     if len(gram) == 2:
         (p, q), (_, r) = gram.tolist()
         top = (p + r) / 2 + math.hypot((p - r) / 2, q)
@@ -204,7 +204,7 @@ def _by_eigenvalues(weight: Tensor) -> Tensor:
     if a.shape[-2] < a.shape[-1]:
         a = a.mH
     gram = a.mH @ a
-    of_trace, of_gram = _error(*a.shape[-2:], _COMPLEX if a.is_complex() else 1.0)
+    of_trace, of_gram = _error(a.shape[-2], a.shape[-1], _COMPLEX if a.is_complex() else 1.0)
     trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1)  # ‖W‖_F², and not finite exactly when an entry is not
     # eigvalsh raises on NaN, which would be an error that depends on values: hand it zeros, and put the NaN back below.
     gram = torch.where(trace.isfinite()[..., None, None], gram, torch.zeros_like(gram))
