@@ -95,7 +95,8 @@ class Equal(Allocation):
     """Every layer gets the same share of the budget: s_k = sigma sqrt(K) Delta_k."""
 
     def scales(self, sensitivities: Tensor, dims: Sequence[int], sigma: float) -> Tensor:
-        values = sensitivities.tolist() if sensitivities.is_cpu and type(self) is Equal else []
+        plain = type(self) is Equal and sensitivities.is_cpu and sensitivities.dim() == 1
+        values = sensitivities.tolist() if plain else []
         if not values or not all(map(math.isfinite, values)):  # otherwise the same in plain numbers
             return super().scales(sensitivities, dims, sigma)
         _check_sigma(sigma)
