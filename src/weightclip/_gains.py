@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -251,15 +252,18 @@ def _plain_layers(plan: Plan) -> dict[str, nn.Module]:
     return found
 
 
+@functools.cache
+def _products(cuda: bool) -> tuple[Any, Any]:
+    """torch's settings of matrix products and convolutions."""
+    backends = cast(Any, torch.backends)
+    return (backends.cuda.matmul, backends.cudnn.conv) if cuda else (backends.mkldnn.matmul, backends.mkldnn.conv)
+
+
 def numerics_for(device: torch.device, autocast: torch.dtype | None) -> Numerics:
     """How passes round on this device: autocast's type, TF32 or bfloat16 where torch may use them, else float32."""
     if autocast in (torch.bfloat16, torch.float16):
         return Numerics(autocast, {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[autocast])
-    backends = cast(Any, torch.backends)
-    cuda = device.type == "cuda"
-    matmul, conv = (
-        (backends.cuda.matmul, backends.cudnn.conv) if cuda else (backends.mkldnn.matmul, backends.mkldnn.conv)
-    )
+    matmul, conv = _products(device.type == "cuda")
     modes = {matmul.fp32_precision, conv.fp32_precision} - {"ieee", "none"}
     if not modes:
         return Numerics()

@@ -179,8 +179,8 @@ def _by_numbers(weight: Tensor) -> float | None:
     total = float(gram.trace())
     if not math.isfinite(total):
         return None
-    of_trace, of_gram = _error(len(a), a.shape[1])
-    if len(gram) == 2:
+    of_trace, of_gram = _error(a.shape[0], a.shape[1])
+    if gram.shape[0] == 2:
         (p, q), (_, r) = gram.tolist()
         top = (p + r) / 2 + math.hypot((p - r) / 2, q)
     else:

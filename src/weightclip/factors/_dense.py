@@ -15,6 +15,7 @@ from weightclip.factors._limits import (
     both_masked,
     cap_scale,
     masked,
+    no_autocast,
     own,
     product_rounding,
     record_scale,
@@ -122,7 +123,7 @@ class DenseFunction(torch.autograd.Function):
         x, weight, limits = ctx.saved_tensors
         flags, beta, dtype, chunk = ctx.settings
         gx = gw = gb = None
-        with torch.autocast(d.device.type, enabled=False):
+        with no_autocast(d.device.type):
             if ctx.needs_input_grad[0]:
                 gx = (d @ weight.to(d.dtype)).to(x.dtype)
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:

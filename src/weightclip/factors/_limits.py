@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -187,6 +187,15 @@ def unchunked(dtype: torch.dtype, chunk: int) -> tuple[torch.dtype, int]:
 def transforming() -> bool:
     """Whether a torch.func transform or the compiler is looking."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """No casts inside; free of charge where there would be none anyway."""
+    usual = not torch.is_autocast_enabled(device) and not transforming()
+    return _AS_IT_IS if usual else torch.autocast(device, enabled=False)
 
 
 @dataclass
