@@ -163,3 +163,79 @@ def test_other_attributes_may_change() -> None:
     run = private(model, table(8)).train()
     model.note, model[0]._private = 3, 4  # pyright: ignore[reportArgumentType]
     assert run.train().engine.steps == 2
+
+
+class Listed(nn.Module):
+    """Its rule has read a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes, self.last = [0.5, 0.25], 7
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.slopes[0]
+
+
+wc.register_rule(Listed, lambda op, p: wc.Effect(gains=(0.5,)))
+
+
+def list_in_place(m: Listed) -> None:
+    m.slopes[0] = 50.0
+
+
+def list_replaced(m: Listed) -> None:
+    m.slopes = [50.0, 0.25]
+
+
+def number_renamed(m: Listed) -> None:
+    m.other = m.__dict__.pop("last")  # the same object, at the same place
+
+
+def attributes_replaced(m: Listed) -> None:
+    m.__dict__ = {**m.__dict__, "last": 8}
+
+
+def new_class(m: Listed) -> None:
+    m.__class__ = type("Other", (Listed,), {})
+
+
+def new_hook(m: Listed) -> None:
+    m.register_forward_hook(lambda *_: None)
+
+
+def hook_table_replaced(m: Listed) -> None:
+    m._forward_pre_hooks = type(m._forward_pre_hooks)({0: lambda *_: None})
+
+
+def buffer_replaced(m: Listed) -> None:
+    m.register_buffer("more", torch.ones(()))
+
+
+CHANGES = [list_in_place, list_replaced, number_renamed, attributes_replaced, new_class, new_hook, hook_table_replaced,
+           buffer_replaced]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+def test_a_change_is_seen_however_long_nothing_has_changed(change) -> None:
+    module = Listed()
+    run = private(nn.Sequential(module, nn.Linear(6, 3)), table(8)).train(3)
+    change(module)
+    with pytest.raises(ContractError, match="after make_private"):
+        run.train()
+    with pytest.raises(ContractError, match="after make_private"):  # and a refusal is not taken for a look
+        run.train()
+    assert run.engine.steps == 3
+
+
+def test_what_is_equal_may_be_put_back() -> None:
+    module = Listed()
+    run = private(nn.Sequential(module, nn.Linear(6, 3)), table(8)).train(2)
+    module.slopes, module.last = [0.5, 0.25], int("7")
+    module.register_forward_hook(lambda *_: None).remove()
+    run.model.eval()
+    run.train()
+    run.model.train()
+    assert run.train().engine.steps == 4
+    module.slopes[1] = 3.0  # of the new list
+    with pytest.raises(ContractError, match="'slopes' of module '0'"):
+        run.train()

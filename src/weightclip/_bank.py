@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from weightclip.bounds import kernel_overlap
-from weightclip.bounds._operator_norms import gram_iteration, largest_eigenvalues, spectral_norm
+from weightclip.bounds._operator_norms import gram_iteration, largest_eigenvalues, spectral_number
 from weightclip.mechanisms import constant
 
 _BLOCK = 1024  # terms a float32 product may add up before its result goes into a float64 sum
@@ -50,14 +50,25 @@ class NormBank:
         """Bounds by path, 0-dim float64."""
         return dict(zip(self.layers, self.vector(dtype).unbind(), strict=True))
 
+    def weights(self) -> list[Tensor]:
+        """The weights as they are now, in the order of the layers."""
+        return [cast(Tensor, module.weight).detach() for module in self.layers.values()]
+
+    def numbers(self, weights: list[Tensor], dtype: torch.dtype = torch.float32) -> list[float]:
+        """Bounds of all layers in their order, as plain numbers; on a device this waits."""
+        matrices = [_matrix(m, w, dtype) for m, w in zip(self.layers.values(), weights, strict=True)]
+        if not all(map(_small, matrices)):
+            return self.vector(dtype).tolist()
+        return [spectral_number(m) * (f * (1 + 1e-12)) for m, f in zip(matrices, self.factors.values(), strict=True)]
+
     def vector(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Bounds of all layers in their order, float64."""
         parts: dict[int, list[_Part]] = {}  # by size
         found: list[list[Tensor]] = [[] for _ in self.layers]
-        for i, module in enumerate(self.layers.values()):
-            matrix = _matrix(module, dtype)
-            if matrix.device.type == "cpu" and matrix.dim() == 2 and matrix.numel() * min(matrix.shape) < _LARGE:
-                found[i].append(spectral_norm(matrix))
+        for i, (module, weight) in enumerate(zip(self.layers.values(), self.weights(), strict=True)):
+            matrix = _matrix(module, weight, dtype)
+            if _small(matrix):
+                found[i].append(torch.tensor(spectral_number(matrix), dtype=torch.float64))
                 continue
             gram, share = _gram(matrix)
             for part in gram if gram.dim() == 3 else gram[None]:
@@ -75,9 +86,13 @@ class NormBank:
         return norms * constant(tuple(f * (1 + 1e-12) for f in self.factors.values()), norms.device)
 
 
-def _matrix(module: nn.Module, dtype: torch.dtype) -> Tensor:
+def _small(matrix: Tensor) -> bool:
+    """Whether all eigenvalues in float64 cost little."""
+    return matrix.is_cpu and matrix.dim() == 2 and matrix.numel() * min(matrix.shape) < _LARGE
+
+
+def _matrix(module: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight as (rows, columns), or (groups, rows, columns) for a grouped convolution."""
-    weight = cast(Tensor, module.weight).detach()
     weight = weight if weight.dtype == dtype or dtype == torch.float32 else weight.to(dtype).to(weight.dtype)
     if not isinstance(module, _ConvNd):
         return weight

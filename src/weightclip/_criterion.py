@@ -18,9 +18,10 @@ class _Summed(torch.autograd.Function):
     """Value: sum over records / expected batch size. Backward: the engine collects the certified gradients, once."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, value: Tensor, shown: Tensor | None, todo: Any, engine: PrivacyEngine) -> Tensor:
-        ctx.shown, ctx.todo, ctx.engine = shown, todo, engine
-        return value.clone()
+    def forward(ctx, logits: Tensor, hidden: tuple[Tensor, Tensor | None], todo: Any, engine: PrivacyEngine) -> Tensor:
+        value, ctx.shown = hidden
+        ctx.todo, ctx.engine = todo, engine
+        return value
 
     @staticmethod
     def backward(ctx, upstream: Tensor):
@@ -28,7 +29,7 @@ class _Summed(torch.autograd.Function):
             raise ContractError("backward() ran twice through one private loss: call the model and the loss again.")
         todo, ctx.todo = ctx.todo, None
         ctx.engine._collect(*todo)
-        return ctx.shown, None, None, None, None  # as far as the wall; what the engine collected is all there is
+        return ctx.shown, None, None, None  # as far as the wall; what the engine collected is all there is
 
 
 def _per_view(target: Any, records: int, views: int) -> Any:
@@ -73,8 +74,8 @@ class PrivateCriterion(nn.Module):
         engine._loss_taken()
         todo = (passage.output, passage.lay_out(logits, gradient), engine._graded)  # hidden from autograd in a tuple
         if passage.compiled:  # no wall there: the user's backward pass must not enter the model's graph
-            return _Summed.apply(engine._gate.anchor, value, None, todo, engine)  # type: ignore[return-value]
-        return _Summed.apply(logits, value, gradient, todo, engine)  # type: ignore[return-value]
+            return _Summed.apply(engine._gate.anchor, (value, None), todo, engine)  # type: ignore[return-value]
+        return _Summed.apply(logits, (value, gradient), todo, engine)  # type: ignore[return-value]
 
     @torch.no_grad()
     def graded(self, logits: Tensor, target: Any, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,61 +70,58 @@ class Gains:
 
     def _from_bank(self, bank: NormBank, numerics: Numerics) -> dict[str, Scalar]:
         kept = self._clipped if numerics.weights == torch.float32 else None
-        norms = None if kept is None else kept.norms_if_unchanged(bank)
-        norms = bank.vector(numerics.weights) if norms is None else norms
+        weights = bank.weights()
+        norms = None if kept is None else kept.norms_if_unchanged(bank, weights)
+        if norms is None:
+            on_host = weights[0].is_cpu
+            norms = bank.numbers(weights, numerics.weights) if on_host else bank.vector(numerics.weights)
         if numerics not in self._inflations:
             rules = [(layer_rule(module), module) for module in bank.layers.values()]
             self._inflations[numerics] = tuple(r.inflation(m, numerics) for r, m in rules if r is not None)
         inflations = self._inflations[numerics]
-        if norms.device.type == "cpu":
-            return {path: n * i for path, n, i in zip(bank.layers, norms.tolist(), inflations, strict=True)}
+        if isinstance(norms, list):
+            return {path: n * i for path, n, i in zip(bank.layers, norms, inflations, strict=True)}
         return dict(zip(bank.layers, (norms * constant(inflations, norms.device)).unbind(), strict=True))
 
     def clip(self, limits: dict[str, float]) -> None:
         """ClipWeights by rescaling (the paper's), on the norms of the bank, which then serve the next evaluation."""
         assert self.bank is not None
-        weights = [cast(Tensor, module.weight) for module in self.bank.layers.values()]
+        weights = self.bank.weights()
+        if weights[0].is_cpu:
+            norms = _rescale_on_host(self.bank, weights, limits)
+            self._clipped = _Clipped(norms, _versions(weights), _frobenius(weights))
+            return
         places = tuple([(weight.data_ptr(), weight.stride()) for weight in weights])
         found = self.recorder(("clip", places), lambda: self._rescale(limits))
         if self._kept is None:  # a place of its own: what is recorded reads it there
             self._kept = torch.empty_like(found)
         self._kept.copy_(found)
-        weights = [cast(Tensor, self.bank.layers[path].weight) for path in limits]
-        if self.recorder.on and weights:
-            torch.autograd.graph.increment_version(weights)  # a replay does not count as a write
-        self._clipped = _Clipped(self._kept[0], _versions(self.bank), self._kept[1])
+        limited = [cast(Tensor, self.bank.layers[path].weight) for path in limits]
+        if self.recorder.on and limited:
+            torch.autograd.graph.increment_version(limited)  # a replay does not count as a write
+        self._clipped = _Clipped(self._kept[0], _versions(weights), self._kept[1])
 
     def replayed(self) -> None:
         """A recorded step has changed the weights and clipped them: norms lie where clipping leaves them."""
         if self.bank is not None and self._kept is not None:
-            self._clipped = _Clipped(self._kept[0], _versions(self.bank), self._kept[1])
+            self._clipped = _Clipped(self._kept[0], _versions(self.bank.weights()), self._kept[1])
 
     def _rescale(self, limits: dict[str, float]) -> Tensor:
-        """Rescale the weights; bounds of their norms, and Frobenius norms, after that: 2 x layers, float64."""
+        """The same on a device; bounds of norms, and Frobenius norms, after that: 2 x layers, float64."""
         assert self.bank is not None
         norms, layers = self.bank.vector(), self.bank.layers
         weights = {path: cast(Tensor, layers[path].weight) for path in limits}
-        # rounding the scaled weights to float32 moves their norm by at most 2^-24 sqrt(rank) of itself
-        room = {
-            path: 1 - 2.0**-24 * (2 + math.sqrt(min(w.shape[0], w.numel() // w.shape[0])))
-            for path, w in weights.items()
-        }
+        room = {path: _room(weight) for path, weight in weights.items()}
         most = tuple(limits.get(path, math.inf) for path in layers)
         target = tuple(limits.get(path, math.inf) * room.get(path, 1.0) for path in layers)
         scales = (constant(target, norms.device) / norms).clamp(max=1.0)
-        places = [place for place, path in enumerate(layers) if path in limits]
-        if norms.device.type == "cpu":
-            values = scales.tolist()
-            for place, weight in zip(places, weights.values(), strict=True):
-                if values[place] != 1.0:
-                    weight.mul_(values[place])
-        else:
-            narrow = scales.float().unbind()
-            for place, weight in zip(places, weights.values(), strict=True):
-                weight.mul_(narrow[place])
+        narrow = scales.float().unbind()
+        for place, path in enumerate(layers):
+            if path in limits:
+                weights[path].mul_(narrow[place])
         # a weight that was multiplied, by however little, was rounded: its norm before does not bound it any more
         norms = torch.where(scales < 1, constant(most, norms.device), norms)
-        return torch.stack([norms, _frobenius(self.bank).double()])
+        return torch.stack([norms, cast(Tensor, _frobenius(self.bank.weights()))])
 
     @property
     def weightless(self) -> bool:
@@ -140,7 +138,7 @@ class Gains:
     def clipped(self) -> bool:
         """Whether the next evaluation may start from the norms that clipping has found."""
         kept = self._clipped
-        return kept is not None and self.bank is not None and kept.versions == _versions(self.bank)
+        return kept is not None and self.bank is not None and kept.versions == _versions(self.bank.weights())
 
     def reset(self) -> None:
         """Weights were replaced from outside: evaluate afresh next time."""
@@ -180,30 +178,47 @@ class Gains:
 class _Clipped:
     """Norms that clipping has just established, valid while the weights stay as they are."""
 
-    norms: Tensor  # of all layers of the bank
+    norms: Tensor | list[float]  # of all layers of the bank; plain numbers on the CPU
     versions: list[int]
-    frobenius: Tensor
+    frobenius: Tensor | list[float]
 
-    def norms_if_unchanged(self, bank: NormBank) -> Tensor | None:
+    def norms_if_unchanged(self, bank: NormBank, weights: list[Tensor]) -> Tensor | list[float] | None:
         """The norms; None when weights changed. Writes through ``.data`` bump no version, but they move ||W||_F."""
-        if self.versions != _versions(bank):
+        if self.versions != _versions(weights):
             return None
-        now = _frobenius(bank).double()
-        if now.device.type == "cpu":
-            return self.norms if torch.equal(now, self.frobenius) else None
+        now = _frobenius(weights)
+        if isinstance(now, list) or isinstance(self.norms, list):
+            return self.norms if now == self.frobenius else None
+        assert isinstance(self.frobenius, Tensor)
         changed = now != self.frobenius
         # nothing waits for the device: where a weight moved, its Frobenius norm is a bound as well
         free = now * constant(tuple(1.01 * factor for factor in bank.factors.values()), now.device)
         return torch.where(changed, free, self.norms)
 
 
-def _versions(bank: NormBank) -> list[int]:
-    return [cast(Tensor, module.weight)._version for module in bank.layers.values()]
+def _versions(weights: list[Tensor]) -> list[int]:
+    return [weight._version for weight in weights]
 
 
-def _frobenius(bank: NormBank) -> Tensor:
-    weights = [cast(Tensor, module.weight).detach() for module in bank.layers.values()]
-    return torch.stack(torch._foreach_norm(weights))  # pyright: ignore[reportPrivateImportUsage]
+def _frobenius(weights: list[Tensor]) -> Tensor | list[float]:
+    """Frobenius norm of each: plain numbers on the CPU, float64 on a device."""
+    norms = torch._foreach_norm(weights)  # pyright: ignore[reportPrivateImportUsage]
+    return [float(norm) for norm in norms] if norms[0].is_cpu else torch.stack(norms).double()
+
+
+def _rescale_on_host(bank: NormBank, weights: list[Tensor], limits: dict[str, float]) -> list[float]:
+    """Rescale the weights; bounds of their norms after that, in plain numbers."""
+    norms = bank.numbers(weights)
+    for i, (path, weight) in enumerate(zip(bank.layers, weights, strict=True)):
+        if path in limits and norms[i] > (target := limits[path] * _room(weight)):  # a NaN stays
+            weight.mul_(target / norms[i])
+            norms[i] = limits[path]  # multiplied, by however little, it was rounded: see `_rescale`
+    return norms
+
+
+def _room(weight: Tensor) -> float:
+    """Rounding scaled weights to float32 moves their norm by at most 2^-24 sqrt(rank) of itself."""
+    return 1 - 2.0**-24 * (2 + math.sqrt(min(weight.shape[0], weight.numel() // weight.shape[0])))
 
 
 class WeightClipper:
@@ -242,15 +257,18 @@ def _plain_layers(plan: Plan) -> dict[str, nn.Module]:
     return found
 
 
+@functools.cache
+def _products(cuda: bool) -> tuple[Any, Any]:
+    """torch's settings of matrix products and convolutions."""
+    backends = cast(Any, torch.backends)
+    return (backends.cuda.matmul, backends.cudnn.conv) if cuda else (backends.mkldnn.matmul, backends.mkldnn.conv)
+
+
 def numerics_for(device: torch.device, autocast: torch.dtype | None) -> Numerics:
     """How passes round on this device: autocast's type, TF32 or bfloat16 where torch may use them, else float32."""
     if autocast in (torch.bfloat16, torch.float16):
         return Numerics(autocast, {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[autocast])
-    backends = cast(Any, torch.backends)
-    cuda = device.type == "cuda"
-    matmul, conv = (
-        (backends.cuda.matmul, backends.cudnn.conv) if cuda else (backends.mkldnn.matmul, backends.mkldnn.conv)
-    )
+    matmul, conv = _products(device.type == "cuda")
     modes = {matmul.fp32_precision, conv.fp32_precision} - {"ieee", "none"}
     if not modes:
         return Numerics()

@@ -64,8 +64,8 @@ def _project_values(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
     """The same in few passes, where no derivative is asked for: squares of float32 fit into float64."""
     if x.device.type == "cpu" and radius >= 1e-10:  # smaller norms may be squares that vanish
         norm = torch.linalg.vector_norm(x, 2, dims, keepdim=True)
-        scaled = x if math.isinf(radius) else x * (radius / norm).clamp(max=1.0)
-        if len(x) == 0 or float(norm.max()) < 1e15:  # no NaN, and no square is infinite: float32 will do
+        scaled = x if math.isinf(radius) else x * norm.reciprocal().mul_(radius).clamp_(max=1.0)
+        if x.shape[0] == 0 or float(norm.max()) < 1e15:  # no NaN, and no square is infinite: float32 will do
             return scaled
         good = (norm < 1e15).flatten()
         # the way a record takes depends on itself alone: the others must not round differently because of it
@@ -136,12 +136,17 @@ class Passage:
     def lay_out(self, logits: Tensor, gradient: Tensor) -> Tensor:
         """``gradient``, at a view of the output, as a gradient at the output itself."""
         output = self.output
-        if Layout.of(logits) == Layout.of(output):
+        if _laid_alike(logits, output):
             return gradient
         full = torch.empty_strided(output.shape, output.stride(), dtype=gradient.dtype, device=gradient.device).zero_()
         offset = logits.storage_offset() - output.storage_offset()
         full.as_strided(logits.shape, logits.stride(), offset).copy_(gradient)
         return full
+
+
+def _laid_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage hold the same entries in the same places."""
+    return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
 class _Wall(torch.autograd.Function):
@@ -256,6 +261,8 @@ class OutputGate:
             )
         if passage.version != logits._version:
             raise ContractError("the model's output was changed in place before the loss: use a new tensor.")
+        if _laid_alike(logits, passage.output):  # the usual case
+            return passage
         pair = Layout.of(logits), Layout.of(passage.output)
         if pair not in self._views:
             if not keeps_records(*pair):

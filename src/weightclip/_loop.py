@@ -24,6 +24,7 @@ from weightclip.certificate import Evaluation, Plan, build_plan
 from weightclip.config import Bounds
 from weightclip.errors import BudgetSpent, CertificationError, ContractError
 from weightclip.factors import JointCap
+from weightclip.factors._limits import no_autocast
 from weightclip.sampling import BatchInfo, PoissonLoader
 
 _NOT_FINITE = (
@@ -265,15 +266,14 @@ class TrainingLoop:
         outer, self._joint.uses = self._joint.uses, []
         self._collecting = True
         try:
-            with torch.autocast(self.device.type, enabled=False):
+            with no_autocast(self.device.type):
                 yield
         finally:
             self._collecting = False
             self._joint.uses = outer
 
-    def _take(self, index: int) -> None:
+    def _take(self, index: int, parameter: Tensor) -> None:
         """Post-accumulate hook: a parameter's fresh gradient moves to the sum, or nowhere; ``.grad`` is left empty."""
-        parameter = self._release.blocks[index].parameter
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None and self._collecting:
             self._release.add(index, gradient)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from weightclip._knorm import KNorm, fill_, spread
 from weightclip._row_kernels import fits, scale_blocks_
@@ -62,6 +63,7 @@ class Release:
                     beta = (plan.bounds.of("bias_scale", path) or 1.0) if name == "bias" else 1.0
                     back = getattr(module, "pull_back", None) if name == "weight" else None
                     self.blocks.append(Block(parameter, k, beta, back))
+        self.parameters = [b.parameter for b in self.blocks]
         wide = any(b.parameter.dtype == torch.float64 for b in self.blocks)
         self.sizes = [b.parameter.numel() for b in self.blocks]
         self.device = self.blocks[0].parameter.device
@@ -72,8 +74,7 @@ class Release:
         self.sums: list[Tensor | None] = [None] * len(self.blocks)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        pieces = flat.split(self.sizes)
-        return [v.view(b.parameter.shape) for v, b in zip(pieces, self.blocks, strict=True)]
+        return list(_unflatten_dense_tensors(flat, self.parameters))
 
     def total(self) -> Tensor:
         """Norm of every parameter; not finite exactly when a weight is not (or is far too large)."""

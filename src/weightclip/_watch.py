@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weightclip.errors import ContractError
+
+_TABLES = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
+           "_backward_pre_hooks")  # fmt: skip
+_attributes = operator.attrgetter("__dict__")
+
+
+class _Held:
+    """The objects that modules hold, and their names: while they are the same ones, no check comes out differently.
+
+    Numbers, words and tuples cannot change in place; lists can, and are compared with copies.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules, self.kinds = modules, [type(m) for m in modules]
+        self.attributes = [m.__dict__ for m in modules]
+        self.tables = [*self.attributes, *(getattr(m, name) for m in modules for name in _TABLES)]
+        self.names = [*chain.from_iterable(self.tables)]
+        self.values = [*chain.from_iterable(map(dict.values, self.tables))]
+        self.lists = [(value, value.copy()) for value in self.values if isinstance(value, list)]
+
+    def unchanged(self) -> bool:
+        """Whether nothing was added, removed or replaced; at C speed, since this runs in every step."""
+        return (
+            [*map(type, self.modules)] == self.kinds
+            and all(map(operator.is_, map(_attributes, self.modules), self.attributes))
+            and [*chain.from_iterable(self.tables)] == self.names
+            and all(map(operator.is_, chain.from_iterable(map(dict.values, self.tables)), self.values))
+            and all(now == then for now, then in self.lists)
+        )
 
 
 class Watch:
@@ -32,6 +63,7 @@ class Watch:
         leaves = [m for m in model.modules() if not m._modules]  # users may note what they like on a container
         known = [m for m in leaves if type(m).__module__.partition(".")[0] in ("torch", "weightclip")]
         self.numbers = [(m, _numbers(m)) for m in dict.fromkeys([*known, *ruled])]
+        self._held: _Held | None = None  # as at the last full check
         self.buffers = [(name, b, b._version, b.detach().clone()) for name, b in fixed]
 
     def versions(self) -> list[int]:
@@ -49,6 +81,12 @@ class Watch:
 
     def check(self) -> None:
         """Raise one clear error for the first thing that changed."""
+        if self._held is None or not self._held.unchanged():
+            self._check_modules()
+            self._held = _Held([*dict.fromkeys([*(m for _, m, _ in self.modules), *(m for m, _ in self.numbers)])])
+        self._check_tensors()
+
+    def _check_modules(self) -> None:
         for path, module, members in self.modules:
             if _members(module) != members:
                 raise ContractError(
@@ -65,6 +103,8 @@ class Watch:
                 raise ContractError(
                     f"'{', '.join(names)}' of module '{path}' changed after make_private: bounds hold for the old one."
                 )
+
+    def _check_tensors(self) -> None:
         for (name, p), kind in zip(self.parameters, self.kinds, strict=True):
             if (p.dtype, p.device, p.requires_grad) != kind:
                 raise ContractError(

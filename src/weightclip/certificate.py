@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,6 +74,11 @@ class Plan:
         self._checked = False
         self._projections = bounds.projections()
         self._first_use = {path: uses[0] for path, uses in graph.layers().items()}
+        names = ("layer_radius", "cotangent_radius", "layer_cap", "joint_cap", "bias_scale")
+        self._limits = {(name, path): bounds.of(name, path) for name in names for path in self.layers}
+        # what float32 norms and scales leave of an enforced limit
+        ops = {i: graph.nodes[i].op for uses in self.layers.values() for i in uses}
+        self._enforced = {i: 1 + (math.prod(o.out_shape) + math.prod(o.shapes[0]) + 64) * _U for i, o in ops.items()}
         self._static = {}
         for i, node in enumerate(graph.nodes):
             if node.rule is not None:
@@ -82,9 +88,9 @@ class Plan:
     def limit(self, name: str, path: str) -> Scalar | None:
         """The limit ``name`` of a layer as it stands: the public constant, or what quantiles have made of it."""
         adapted = None if self.quantiles is None else self.quantiles.limit(name, path)
-        return self.bounds.of(name, path) if adapted is None else adapted
+        return self._limits[name, path] if adapted is None else adapted
 
-    @property
+    @functools.cached_property
     def needs_gains(self) -> bool:
         """Whether weight norms matter: not when weights are free and all factors are bounded by themselves."""
         b = self.bounds
@@ -140,7 +146,7 @@ class Plan:
             inputs = self._inputs(node, outputs)
             if node.rule is not None:
                 chain, forward = self._static[i]
-                gains.append(tuple(times(g, half) for g in chain.gains))
+                gains.append(chain.gains if half == 1 else tuple(times(g, half) for g in chain.gains))
                 outputs.append(times(forward.output(inputs), half))
                 continue
             assert node.layer is not None and node.op.module is not None
@@ -209,10 +215,10 @@ class Plan:
         return bound
 
     def _layer(self, path: str, uses: list[int], gains, outputs, cotangents) -> Evaluation:
-        bounds, p = self.bounds, self.bounds.p
+        p, limits = self.bounds.p, self._limits
         radius, cotangent = self.limit("layer_radius", path), self.limit("cotangent_radius", path)
-        cap, beta = self.limit("layer_cap", path), bounds.of("bias_scale", path) or 1.0
-        joint = bounds.of("joint_cap", path)
+        cap, beta = self.limit("layer_cap", path), limits["bias_scale", path] or 1.0
+        joint = limits["joint_cap", path]
         total: Scalar = 0.0
         x_bound: Scalar = 0.0
         l_bound: Scalar = 0.0
@@ -223,11 +229,10 @@ class Plan:
             module, op = node.op.module, node.op
             a2 = node.layer.factor(module, op, x, beta, 2)
             ap = a2 if p == 2 else node.layer.factor(module, op, x, beta, p)
-            size = math.prod(op.out_shape)
-            enforced = 1 + (size + math.prod(op.shapes[0]) + 64) * _U  # norms and scales are float32
+            enforced = self._enforced[i]
             if radius is not None:
                 a2 = least(a2, radius * enforced)
-                ap = least(ap, radius * enforced * (math.sqrt(size) if p == 1 else 1.0))
+                ap = least(ap, radius * enforced * (math.sqrt(math.prod(op.out_shape)) if p == 1 else 1.0))
                 x = least(x, radius)
             options = [times(cotangents[i], ap)]
             if cotangent is not None:
@@ -236,7 +241,7 @@ class Plan:
                 options.append(cap * enforced)
             if joint is not None:  # uses of one layer are summed before the cap, so it stands for all of them
                 options = [joint * enforced / len(uses)]
-            delta = least(*options)
+            delta = least(*options) if len(options) > 1 else options[0]
             if isinstance(delta, float) and math.isinf(delta):
                 raise CertificationError(self._why_infinite(path, i, outputs, cotangents, gains))
             total = plus(total, delta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from typing import Any
@@ -234,7 +235,9 @@ class PrivacyEngine(TrainingLoop):
         self._trained = set(places)
         for index, block in enumerate(blocks):
             block.parameter.grad = None
-            self._handles.append(block.parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._take(i)))
+            self._handles.append(
+                block.parameter.register_post_accumulate_grad_hook(functools.partial(self._take, index))
+            )
         self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
         self._amp_before = self.optimizer.__dict__.get("_step_supports_amp_scaling")

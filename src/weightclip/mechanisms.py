@@ -39,12 +39,16 @@ def floored_at(sensitivities: Sequence[float]) -> float:
     return max(_RELATIVE_FLOOR * max(sensitivities, default=0.0), _ABSOLUTE_FLOOR)
 
 
-def _sizes(dims: Sequence[int], like: Tensor) -> Tensor:
-    if len(dims) != like.numel() or min(dims, default=1) < 1:
+def _check_sigma(sigma: float) -> None:
+    if not (math.isfinite(sigma) and sigma >= 0):
+        raise WeightclipError(f"allocation: the noise multiplier must be finite and at least 0, got {sigma}.")
+
+
+def _check_sizes(dims: Sequence[int], layers: int) -> None:
+    if len(dims) != layers or min(dims, default=1) < 1:
         raise WeightclipError(
-            f"allocation: {like.numel()} sensitivities need as many parameter counts, all at least 1; got {list(dims)}."
+            f"allocation: {layers} sensitivities need as many parameter counts, all at least 1; got {list(dims)}."
         )
-    return constant(tuple(float(d) for d in dims), like.device)
 
 
 @functools.cache  # recorded graphs read them: none may be dropped
@@ -73,13 +77,12 @@ class Allocation:
 
         Tensor operations only: after the first call for a model nothing waits for the device.
         """
-        if not (math.isfinite(sigma) and sigma >= 0):
-            raise WeightclipError(f"allocation: the noise multiplier must be finite and at least 0, got {sigma}.")
+        _check_sigma(sigma)
         if sensitivities.numel() == 0:
             return torch.zeros(0, dtype=torch.float64, device=sensitivities.device)
-        delta = floored(sensitivities)
-        d = _sizes(dims, delta)
-        return self._spread(delta, d, sigma)
+        _check_sizes(dims, sensitivities.numel())
+        d = constant(tuple(float(d) for d in dims), sensitivities.device)
+        return self._spread(floored(sensitivities), d, sigma)
 
     def _spread(self, delta: Tensor, d: Tensor, sigma: float) -> Tensor:
         """s_k^2 = sigma^2 (Delta_k/sqrt(w_k d_k)) sum_j Delta_j sqrt(w_j d_j)."""
@@ -90,6 +93,16 @@ class Allocation:
 @dataclass(frozen=True)
 class Equal(Allocation):
     """Every layer gets the same share of the budget: s_k = sigma sqrt(K) Delta_k."""
+
+    def scales(self, sensitivities: Tensor, dims: Sequence[int], sigma: float) -> Tensor:
+        plain = type(self) is Equal and sensitivities.is_cpu and sensitivities.dim() == 1
+        values = sensitivities.tolist() if plain else []
+        if not values or not all(map(math.isfinite, values)):  # otherwise the same in plain numbers
+            return super().scales(sensitivities, dims, sigma)
+        _check_sigma(sigma)
+        _check_sizes(dims, len(values))
+        floor, factor = floored_at(values), sigma * math.sqrt(len(values))
+        return torch.tensor([max(value, floor) * factor for value in values], dtype=torch.float64)
 
     def _spread(self, delta: Tensor, d: Tensor, sigma: float) -> Tensor:
         if type(self) is not Equal:  # a subclass may have weights of its own
@@ -258,7 +271,7 @@ class KNormMechanism:
 
     def sample(self, sensitivities: Tensor, dims: Sequence[int], rng: np.random.Generator) -> list[np.ndarray]:
         """One joint draw: an array of d_k float64 numbers for each layer."""
-        _sizes(dims, sensitivities)
+        _check_sizes(dims, sensitivities.numel())
         radii = floored(sensitivities).tolist()
         r = rng.gamma(sum(dims) + 1, 1.0 / self.epsilon0)
         return [r * delta * self._unit_ball(d, rng) for delta, d in zip(radii, dims, strict=True)]

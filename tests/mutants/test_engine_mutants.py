@@ -158,8 +158,8 @@ def the_same_noise_again(patch: Patch) -> None:
 
 @mutant(checks.raw_gradients_are_never_seen)
 def raw_gradients_left_in_grad(patch: Patch) -> None:
-    def take(self, index: int) -> None:
-        self._release.add(index, self._release.blocks[index].parameter.grad)
+    def take(self, index: int, parameter: Tensor) -> None:
+        self._release.add(index, parameter.grad)
 
     patch.setattr(TrainingLoop, "_take", take)
 

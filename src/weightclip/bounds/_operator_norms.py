@@ -61,7 +61,14 @@ def spectral_norm(weight: Tensor) -> Tensor:
         return _zeros(weight)
     if weight.device.type != "cpu":
         return gram_iteration(weight)
-    return _by_eigenvalues(weight)
+    one = _by_numbers(weight)
+    return _by_eigenvalues(weight) if one is None else torch.tensor(one, dtype=torch.float64)
+
+
+def spectral_number(matrix: Tensor) -> float:
+    """:func:`spectral_norm` of one matrix as a plain number; on a device this waits."""
+    one = _by_numbers(matrix) if matrix.device.type == "cpu" else None
+    return float(spectral_norm(matrix)) if one is None else one
 
 
 def gram_iteration(
@@ -174,27 +181,44 @@ def check_p(p: float) -> None:
         raise CertificationError(f"operator norm for p={p!r}: only p = 1, 2 and math.inf have certified bounds")
 
 
+def _by_numbers(weight: Tensor) -> float | None:
+    """As :func:`_by_eigenvalues`, where one real matrix of float32 or narrower is finite: the usual case of a step.
+
+    Plain floats take a third of the time of tensors. ‖G‖_F is at most the trace, but for rounding.
+    """
+    if weight.dim() != 2 or weight.dtype == torch.float64 or weight.is_complex() or weight.numel() == 0:
+        return None
+    a = weight.detach().double()
+    gram = a @ a.t() if a.shape[0] < a.shape[1] else a.t() @ a
+    total = float(gram.trace())
+    if not math.isfinite(total):
+        return None
+    of_trace, of_gram = _error(a.shape[0], a.shape[1])
+    if gram.shape[0] == 2:
+        (p, q), (_, r) = gram.tolist()
+        top = (p + r) / 2 + math.hypot((p - r) / 2, q)
+    else:
+        top = _top(gram)
+    return math.sqrt(top + (of_trace + of_gram) * total * (1.0 + 1e-9)) * (1.0 + 8.0 * _U64)
+
+
+def _error(rows: int, columns: int, factor: float = 1.0) -> tuple[float, float]:
+    """Error of the largest eigenvalue of the smaller Gram matrix, as shares of its trace and of its Frobenius norm.
+
+    Product: |error| ≤ γ_k |A|ᴴ|A|, of 2-norm ≤ γ_k ‖A‖_F². Eigenvalues: n Householder steps, each γ_n‖G‖_F backward
+    error, and as many sweeps of rotations: c·n²·u·‖G‖_F.
+    """
+    k, n = max(rows, columns), min(rows, columns)
+    return factor * _U64 * (k + 8), factor * _U64 * 8.0 * n * n
+
+
 def _by_eigenvalues(weight: Tensor) -> Tensor:
     """Square root of the largest eigenvalue of the smaller Gram matrix, in float64, plus its error bounds."""
     a, largest = _scaled(weight)
     if a.shape[-2] < a.shape[-1]:
         a = a.mH
-    k, n = a.shape[-2:]
     gram = a.mH @ a
-    # Product: |error| ≤ γ_k |A|ᴴ|A|, of 2-norm ≤ γ_k ‖A‖_F². Eigenvalues: n Householder steps, each γ_n‖G‖_F backward
-    # error, and as many sweeps of rotations: c·n²·u·‖G‖_F.
-    factor = _COMPLEX if a.is_complex() else 1.0
-    of_trace, of_gram = factor * _U64 * (k + 8), factor * _U64 * 8.0 * n * n
-    if gram.dim() == 2 and largest is None and not gram.is_complex() and math.isfinite(total := float(gram.trace())):
-        # One small matrix, the usual case of a step on the CPU: plain floats take a third of the time of tensors.
-        # ‖G‖_F is at most the trace, but for rounding.
-        if n == 2:
-            (p, q), (_, r) = gram.tolist()
-            top = (p + r) / 2 + math.hypot((p - r) / 2, q)
-        else:
-            top = _top(gram)
-        bound = math.sqrt(top + (of_trace + of_gram) * total * (1.0 + 1e-9)) * (1.0 + 8.0 * _U64)
-        return torch.tensor(bound, dtype=torch.float64)
+    of_trace, of_gram = _error(a.shape[-2], a.shape[-1], _COMPLEX if a.is_complex() else 1.0)
     trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1)  # ‖W‖_F², and not finite exactly when an entry is not
     # eigvalsh raises on NaN, which would be an error that depends on values: hand it zeros, and put the NaN back below.
     gram = torch.where(trace.isfinite()[..., None, None], gram, torch.zeros_like(gram))

@@ -101,6 +101,8 @@ def _infinite(value: Scalar) -> bool:
 
 def times(a: Scalar, b: Scalar) -> Scalar:
     """Product of bounds; no bound times anything is no bound, except that an exact Python zero blocks it."""
+    if type(a) is float and type(b) is float:  # the usual case on the CPU
+        return 0.0 if a == 0 or b == 0 else math.inf if a == math.inf or b == math.inf else a * b
     if isinstance(a, (int, float)) and a == 0 or isinstance(b, (int, float)) and b == 0:
         return 0.0
     if _infinite(a) or _infinite(b):
@@ -110,9 +112,18 @@ def times(a: Scalar, b: Scalar) -> Scalar:
 
 def plus(*terms: Scalar) -> Scalar:
     """Sum of bounds."""
+    total: Scalar = 0.0
+    for term in terms:
+        if type(term) is not float:
+            break
+        if term == math.inf:
+            return math.inf
+        total += term
+    else:  # plain numbers: the usual case on the CPU
+        return total
     if any(_infinite(t) for t in terms):
         return math.inf
-    total: Scalar = 0.0
+    total = 0.0
     for term in terms:
         if not (isinstance(term, (int, float)) and term == 0):
             total = term if isinstance(total, (int, float)) and total == 0 else total + term

@@ -14,8 +14,8 @@ from weightclip.factors._limits import (
     CAP,
     KIND_SHIFT,
     cap_scale,
-    full_precision,
     masked,
+    no_autocast,
     record_scale,
     squared_norm,
     transforming,
@@ -168,7 +168,7 @@ class ConvFunction(torch.autograd.Function):
         flags, beta, dtype, chunk = ctx.settings
         stride, padding, dilation, groups, transposed, extra = ctx.conf
         gx = gw = gb = None
-        with full_precision(d):
+        with no_autocast(d.device.type):
             if ctx.needs_input_grad[0]:
                 gx = torch.ops.aten.convolution_backward(
                     d, x.to(d.dtype), weight.to(d.dtype), None, stride, padding, dilation, transposed, extra, groups,

@@ -14,8 +14,8 @@ from weightclip.factors._limits import (
     Counts,
     both_masked,
     cap_scale,
-    full_precision,
     masked,
+    no_autocast,
     own,
     product_rounding,
     record_scale,
@@ -123,7 +123,7 @@ class DenseFunction(torch.autograd.Function):
         x, weight, limits = ctx.saved_tensors
         flags, beta, dtype, chunk = ctx.settings
         gx = gw = gb = None
-        with full_precision(d):
+        with no_autocast(d.device.type):
             if ctx.needs_input_grad[0]:
                 gx = (d @ weight.to(d.dtype)).to(x.dtype)
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:

@@ -147,12 +147,6 @@ def wide(value: Tensor) -> Tensor:
     return value if value.dtype in (torch.float32, torch.float64) else value.float()
 
 
-def full_precision(value: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Without autocast; nothing where it is off anyway."""
-    on = value.device.type
-    return torch.autocast(on, enabled=False) if torch.is_autocast_enabled(on) else contextlib.nullcontext()
-
-
 def own(value: Tensor) -> Tensor:
     """The tensor, no longer counted as a view: users may go on with in-place operators, as after the native layer."""
     return torch.ops.aten._unsafe_view(value, value.shape) if value.dim() > 2 else value
@@ -193,6 +187,15 @@ def unchunked(dtype: torch.dtype, chunk: int) -> tuple[torch.dtype, int]:
 def transforming() -> bool:
     """Whether a torch.func transform or the compiler is looking."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """No casts inside; free of charge where there would be none anyway."""
+    usual = not torch.is_autocast_enabled(device) and not transforming()
+    return _AS_IT_IS if usual else torch.autocast(device, enabled=False)
 
 
 @dataclass

@@ -100,8 +100,9 @@ class CrossEntropy(Loss):
         v = z if self.temperature == 1 else z / self.temperature
         if z.device.type == "cpu" and self._all_usual(v, y):  # what follows, bit for bit, with every mask true
             logp, index = torch.log_softmax(v, 1), y.long().unsqueeze(1)
-            g = logp.exp().scatter_add_(1, index, torch.full(index.shape, -1.0, dtype=v.dtype))
-            return logp.gather(1, index).squeeze(1) * (-self._outer()), g if factor == 1 else g.mul_(factor)
+            values = logp.gather(1, index).squeeze(1).mul_(-self._outer())
+            g = logp.exp_().scatter_add_(1, index, torch.full(index.shape, -1.0, dtype=v.dtype))
+            return values, g if factor == 1 else g.mul_(factor)
         index, good, ok = self._index(v, y)
         logp = torch.log_softmax(v, 1)
         mass = good.to(v.dtype)
@@ -113,7 +114,7 @@ class CrossEntropy(Loss):
 
     def _all_usual(self, v: Tensor, y: Tensor) -> bool:
         """Whether every label is a class that counts and no output is near overflow."""
-        if len(v) == 0 or y.shape != v.shape[:1] or v.shape[1] < 2:
+        if v.shape[0] == 0 or y.shape != v.shape[:1] or v.shape[1] < 2:
             return False
         low, high = (int(bound) for bound in torch.aminmax(y))
         least, most = (float(bound) for bound in torch.aminmax(v))  # NaN if one is
