@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.engine_kit import mlp, private, same_bits, table
+from torch import nn
 
 import weightclip as wc
-from weightclip._fused_step import _Inputs, _rounded
+from weightclip._fused_step import _Inputs, _Optimizer, _rounded
 from weightclip.sampling import BatchInfo
 
 FACTORS = wc.Bounds(layer_radius=1.0, cotangent_radius=0.5)
@@ -61,3 +64,47 @@ def test_the_places_of_a_batch_hold_nothing_of_the_one_before() -> None:
     assert places.mask.tolist() == [True, True, True, False] and places.y.tolist() == [1, 2, 3, 0]
     places.fill(x[:2], y[:1], BatchInfo(1, 0, True, torch.tensor([False]), 1), 2, 1)
     assert not places.x[2:].any() and places.y.tolist() == [1, 0, 0, 0] and not places.mask.any()
+
+
+def recordable(**settings: Any) -> tuple[torch.optim.Adam, _Optimizer]:
+    """An optimiser with the engine's two hooks, seen often enough to be recorded."""
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(2))], capturable=True, **settings)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.register_step_post_hook(lambda *_: None)
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {"step": 1, "exp_avg": torch.zeros(2)}
+    found = _Optimizer(optimizer)
+    assert found.fixed() is None and found.fixed() is None and found.fixed() is not None
+    return optimizer, found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda o: o.param_groups[0].update(lr=0.5),
+        lambda o: o.param_groups[0]["lr"].fill_(0.5),  # of the host: a graph would have read the old one
+        lambda o: next(iter(o.state.values())).update(step=2),
+        lambda o: next(iter(o.state.values())).update(exp_avg=torch.ones(2)),
+        lambda o: o.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}),
+        lambda o: setattr(o, "step", lambda: None),
+        lambda o: o.param_groups[0].update(capturable=False),
+        lambda o: o.register_step_post_hook(lambda *_: None),
+        lambda o: o.param_groups[0].update(notes={}),  # may change unseen
+    ],
+)
+def test_a_changed_optimizer_is_not_taken_from_a_graph(change: Any) -> None:
+    optimizer, found = recordable(lr=torch.tensor(1e-2))
+    before = found.fixed()
+    change(optimizer)
+    assert found.fixed() is None
+    for _ in range(3):
+        assert found.fixed() != before
+
+
+def test_an_optimizer_counts_by_its_numbers() -> None:
+    optimizer, found = recordable(lr=1e-2, betas=(0.9, 0.99))
+    before = found.fixed()
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    assert before is not None and found.fixed() == before
+    found.on = False  # after a recording that failed
+    assert found.fixed() is None
+    assert _Optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)).fixed() is None

@@ -10,6 +10,7 @@ from tests.engine_kit import Run, mlp, private, table
 from torch import Tensor, nn
 
 import weightclip as wc
+from weightclip._watch import Watch
 from weightclip.errors import ContractError
 
 
@@ -239,3 +240,12 @@ def test_what_is_equal_may_be_put_back() -> None:
     module.slopes[1] = 3.0  # of the new list
     with pytest.raises(ContractError, match="'slopes' of module '0'"):
         run.train()
+
+
+def test_lists_of_tensors_on_a_container_are_nobodys_business() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.notes = [torch.ones(2), torch.zeros(2)]  # type: ignore[assignment]
+    watch = Watch(model)
+    watch.check()
+    model.notes[0] = torch.zeros(3)  # type: ignore[index]
+    watch.check()

@@ -167,8 +167,8 @@ class TrainingLoop:
         plain = self._quantiles is None and self._entrywise is None
         if plain and (self.device.type != "cpu" or self._gains.weightless):
             self._sensitivities, self._factors, self._reach = self._recorded()
-            if often:
-                self._refuse_unfit()
+            if often and not self._fit():
+                raise ContractError(_NOT_FINITE)
             return
         try:
             evaluations = self._evaluate()
@@ -188,15 +188,14 @@ class TrainingLoop:
         if often and (huge or not bool(finite)):
             raise ContractError(_NOT_FINITE)
 
-    def _refuse_unfit(self) -> None:
-        """Stop where the last bounds, or the present weights, are not finite or far too large; waits for the device."""
+    def _fit(self) -> bool:
+        """Whether the last bounds and the present weights are finite and not far too large; waits for the device."""
         fit = torch.isfinite(self._release.total()).all()
-        if self._sensitivities.is_cuda:
+        if not self._sensitivities.is_cpu:
             fit = fit & torch.isfinite(self._sensitivities).all()
         if self._reach is not None:
             fit = fit & ~((self._reach > _OVERFLOW) & (self._reach < math.inf)).any()
-        if not bool(fit):
-            raise ContractError(_NOT_FINITE)
+        return bool(fit)
 
     def _recorded(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Sensitivities, factors of the noise and l2 bounds of inputs: recorded, and replayed while only values change.

@@ -99,7 +99,8 @@ def record_sums(d: Tensor, scale: Tensor | None, x: Tensor | None = None) -> Ten
     torch would make a float64 copy of ``d`` first. ``d`` and ``x`` are (records, channels, positions), any strides.
 
     Formal guarantees:
-        Products and sums are float64 throughout, with no atomics; a record with scale 0 adds exact zeros.
+        Each record's cotangent is scaled in float32; products and sums are float64, with no atomics; a record with
+        scale 0 adds exact zeros.
     """
     channels, total = d.shape[1], d.shape[0] * d.shape[2]
     last = d.stride(1) == 1 and channels > 1
@@ -147,7 +148,7 @@ def fused_scale(
     launch(
         _kernels().scales, (x.shape[0], 1, 1),
         x, d, x if counts is None else counts, limits, out, x_size, d_size, x.stride(0), d.stride(0),
-        1 if counts is None else counts.numel(), tiny * x_size, tiny * d_size, bias, counts is not None,
+        1 if counts is None else counts.numel(), tiny * x_size, tiny * d_size, float(bias), counts is not None,
         x.shape[1] if last else 0, flags, TINY, SMALLEST, 1024 if max(x_size, d_size) > 512 else 128, num_warps=4,
     )  # fmt: skip
     return out

@@ -86,10 +86,11 @@ def sums(
         record = n.to(tl.int64)
         inside = (c < channels)[:, None] & (k < total)[None, :]
         at = d + (record * dn + position * dp)[None, :] + c[:, None] * dc
-        a = tl.load(at, mask=inside, other=0.0).to(tl.float64)
-        if SCALED:
-            s = tl.load(scale + n, mask=k < total, other=0.0).to(tl.float64)[None, :]
-            a = tl.where(s > 0, a * s, 0.0)
+        a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:  # in float32, as in `products`: which kernel sums a bias depends on the size of the batch
+            s = tl.load(scale + n, mask=k < total, other=0.0).to(tl.float32)[None, :]
+            a = tl.where(s > 0, a, 0.0) * s
+        a = a.to(tl.float64)
         plain += a
         if PRODUCT:
             at = x + (record * xn + position * xp)[None, :] + c[:, None] * xc
