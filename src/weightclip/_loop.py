@@ -166,14 +166,14 @@ class TrainingLoop:
         plain = self._quantiles is None and self._entrywise is None
         if plain and (not often or self._gains.weightless):
             self._sensitivities, self._factors = self._recorded()
-            if often and not bool(torch.isfinite(self._release.total()).all()):
+            if often and not self._release.finite():
                 raise ContractError(_NOT_FINITE)
             return
         try:
             evaluations = self._evaluate()
             self._sensitivities, self._factors = self._release.sensitivities(evaluations), None
         except CertificationError:  # an infinite weight looks like a layer without a bound
-            if bool(torch.isfinite(self._release.total()).all()):
+            if self._release.finite():
                 raise
             raise ContractError(_NOT_FINITE) from None
         on_host = self._sensitivities.device.type == "cpu"
@@ -181,7 +181,7 @@ class TrainingLoop:
             torch.isfinite(self._sensitivities).all()
         )  # fmt: skip
         if often and not self.plan.needs_gains:  # the bounds do not look at the weights then
-            finite = finite & torch.isfinite(self._release.total()).all()
+            finite = finite & self._release.finite()
         # an activation beyond float32 would make its record's gradient NaN, and with it the sum
         huge = often and any(_OVERFLOW < float(e.x) < math.inf for e in evaluations.values())
         if often and (huge or not bool(finite)):

@@ -74,10 +74,12 @@ class Release:
     def _views(self, flat: Tensor) -> list[Tensor]:
         return list(_unflatten_dense_tensors(flat, self.parameters))
 
-    def total(self) -> Tensor:
-        """Norm of every parameter; not finite exactly when a weight is not (or is far too large)."""
-        norms = torch._foreach_norm([b.parameter.detach() for b in self.blocks])  # pyright: ignore[reportPrivateImportUsage]
-        return torch.stack(norms)
+    def finite(self) -> Tensor | bool:
+        """Whether all weights are finite, and none is far too large; on a device nothing waits for the answer."""
+        norms = torch._foreach_norm([p.detach() for p in self.parameters])  # pyright: ignore[reportPrivateImportUsage]
+        if norms[0].is_cpu:
+            return all([math.isfinite(norm) for norm in norms])
+        return torch.isfinite(torch.stack(norms)).all()
 
     def clear(self) -> None:
         """Forget the sum of an abandoned or released step."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 RADIUS, COTANGENT, CAP = 1, 2, 4  # bits: which of the limits are enforced
 KIND_SHIFT = 4  # the bits above say how a capped convolution measures its gradients (factors._record_norms)
 SMALLEST = 2.0**-126  # normal float32: smaller scales count as zero
+_TINIEST = torch.finfo(torch.float32).tiny
 TINY = 1e-30  # floor under a norm before dividing by it: a zero record keeps scale one
 
 
@@ -95,9 +96,12 @@ def record_scale(
         if counter is not None:
             counter.add(2, product <= limits[2], d_norm)
     scale = torch.ones_like(d_norm) if scale is None else scale
-    plain = scale.device.type == "cpu" and not transforming() and bool((x_norm + d_norm < math.inf).all())
-    if plain and bool((scale >= SMALLEST).all()):  # the usual case: what follows would change nothing
-        return scale
+    if scale.is_cpu and not transforming() and scale.shape[0] > 0 and scale.min().item() >= SMALLEST:  # none is NaN
+        # a norm that is not finite makes the scale 0 or NaN, if the scale depends on it
+        if flags & CAP or flags & (RADIUS | COTANGENT) == RADIUS | COTANGENT:
+            return scale  # the usual case: what follows would change nothing
+        if (x_norm + d_norm).max().item() < math.inf:
+            return scale
     # a product that underflows or overflows float32 is not finite here either and counts as zero; so does a scale
     # below the normal numbers, whose rounding no allowance covers
     good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(scale) & (scale >= SMALLEST)
@@ -124,22 +128,27 @@ def masked(value: Tensor, scale: Tensor | None, times_scale: bool) -> Tensor:
     shape = (-1,) + (1,) * (value.dim() - 1)
     factor = scale.view(shape)
     result = wide(value) * factor if times_scale else value
-    if value.device.type == "cpu" and not transforming() and bool((scale > 0).all()):  # the usual case: no copy
+    if _all_count(scale):  # the usual case: no copy
         return result
     return torch.where(factor > 0, result, torch.zeros((), dtype=result.dtype, device=result.device))
 
 
 def both_masked(x: Tensor, d: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(``masked(x, scale, False)``, ``masked(d, scale, True)``), with one look at the scales."""
-    if x.device.type == "cpu" and not transforming() and bool((scale > 0).all()):
+    if _all_count(scale):
         return x, wide(d) * scale.view((-1,) + (1,) * (d.dim() - 1))
     return masked(x, scale, False), masked(d, scale, True)
+
+
+def _all_count(scale: Tensor) -> bool:
+    """Whether every record takes part; not asked on a device, where the answer would have to be waited for."""
+    return scale.is_cpu and not transforming() and (scale.shape[0] == 0 or scale.min().item() > 0)
 
 
 def squared_norm(value: Tensor) -> Tensor:
     """Sum of squares of each record, in float32 or better, and what squares smaller than that type can hide."""
     flat = wide(value).flatten(1)  # torch takes the norm in one pass, without storing squares
-    return torch.linalg.vector_norm(flat, 2, 1).square() + flat.shape[1] * torch.finfo(torch.float32).tiny
+    return torch.linalg.vector_norm(flat, 2, 1).square() + flat.shape[1] * _TINIEST
 
 
 def wide(value: Tensor) -> Tensor:
