@@ -118,20 +118,22 @@ def _images(name: str, split: str, device: torch.device, limit: int | None) -> t
     ).to(device)
 
 
-def start(task: Task, library: str) -> tuple[nn.Module, Any, Any, Any]:
-    """(model, optimizer, loader, loss) made private by a library."""
+def start(task: Task, library: str) -> tuple[nn.Module, Any, Callable[[Tensor, Tensor], Any]]:
+    """(model, loader, training step) made private by a library."""
     torch.manual_seed(0)
     model = task.build().to(task.train.x.device)
-    optimizer: Any = torch.optim.Adam(model.parameters(), lr=task.lr)
+    fused = library.endswith("-fused")
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=task.lr, capturable=fused and task.train.x.is_cuda)
     loader = DataLoader(task.train, batch_size=task.batch, collate_fn=together)
     if library.startswith("weightclip"):
-        joint = wc.Bounds(joint_cap=task.clip)
-        return wc.PrivacyEngine().make_private_with_epsilon(
+        joint, engine = wc.Bounds(joint_cap=task.clip), wc.PrivacyEngine()
+        _, _, private, loss = engine.make_private_with_epsilon(
             module=model, optimizer=optimizer, data_loader=loader, criterion=nn.CrossEntropyLoss(),
             target_epsilon=task.epsilon, target_delta=task.delta, epochs=task.epochs,
-            bounds=joint if library.endswith("joint-cap") else task.bounds, allocation=wc.AdamAware(),
+            bounds=joint if "joint-cap" in library else task.bounds, allocation=wc.AdamAware(),
             generator=torch.Generator().manual_seed(0),
         )  # fmt: skip
+        return model, private, engine.fused_step() if fused else ordinary(model, optimizer, loss)
     from opacus import PrivacyEngine
 
     kind = library.removeprefix("opacus-")
@@ -140,21 +142,31 @@ def start(task: Task, library: str) -> tuple[nn.Module, Any, Any, Any]:
         target_epsilon=task.epsilon, target_delta=task.delta, epochs=task.epochs, max_grad_norm=task.clip,
         grad_sample_mode=kind,
     )  # fmt: skip
-    return (found[0], found[1], found[3], found[2]) if len(found) == 4 else (*found, nn.CrossEntropyLoss())
+    loss = found[2] if len(found) == 4 else nn.CrossEntropyLoss()
+    return found[0], found[-1], ordinary(found[0], found[1], loss)
+
+
+def ordinary(model: nn.Module, optimizer: Any, loss: Any) -> Callable[[Tensor, Tensor], Any]:
+    """The loop as everybody writes it."""
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+    return step
 
 
 def measure(task: Task, library: str) -> dict[str, Any]:
     """One run: when the target was reached, and how long a step took."""
     device = task.train.x.device
-    model, optimizer, loader, loss = start(task, library)
+    model, loader, step = start(task, library)
     spent, reached, best, steps = 0.0, math.nan, 0.0, 0
     for _ in range(task.epochs):
         _wait(device)
         began = time.perf_counter()
         for x, y in loader:
-            optimizer.zero_grad()
-            loss(model(x), y).backward()
-            optimizer.step()
+            step(x, y)
             steps += 1
         _wait(device)
         spent += time.perf_counter() - began
@@ -182,7 +194,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--datasets", nargs="+", default=list(tasks), choices=list(tasks))
     parser.add_argument("--libraries", nargs="+",
-                        default=["weightclip", "weightclip-joint-cap", "opacus-hooks", "opacus-ghost"])  # fmt: skip
+                        default=["weightclip", "weightclip-joint-cap", "opacus-hooks", "opacus-ghost"],
+                        help="weightclip-fused and weightclip-joint-cap-fused take fused steps")  # fmt: skip
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--limit", type=int, default=None, help="records, for a quick look")
     parser.add_argument("--out", type=Path, default=Path("results/bench/time_to_accuracy.csv"))

@@ -75,6 +75,8 @@ def fused(
     draws: int = 24,
     make=None,
     half: bool = False,
+    capturable: bool = False,
+    between=None,
 ):
     """Poisson draws of a real loader by ``fused_step``, or by the ordinary loop on the same padded batches."""
     torch.manual_seed(0)
@@ -85,7 +87,7 @@ def fused(
     model = (model if make is None else make()).cuda()
     x, y = torch.randn(900, 3, 16, 16), torch.randint(0, 5, (900,))
     x[5] = float("nan")
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, capturable=capturable)
     engine = wc.PrivacyEngine()
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     _, _, loader, _ = engine.make_private(
@@ -95,14 +97,16 @@ def fused(
     )  # fmt: skip
     step = engine.fused_step()
     if not graphs:
-        step._record = lambda key, inputs: False  # type: ignore[method-assign]
+        step._record = lambda *_: False  # type: ignore[method-assign]
     losses, kept = [], []
     while engine.steps < draws:
         for a, b in loader:
             a = a if views == 1 else torch.stack([a, a.flip(3)], 1).flatten(0, 1)
             with torch.autocast("cuda", torch.bfloat16, enabled=half):
                 losses.append(float(step(a, b)))
-            kept.append([(p.grad, p.grad.clone()) for p in model.parameters()])
+            kept.append([(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None])
+            if between is not None:
+                between(engine)
             if engine.steps == draws:
                 break
     assert all(torch.equal(grad, then) for pairs in kept for grad, then in pairs)  # nothing kept is written to later
@@ -117,6 +121,62 @@ def test_a_recorded_step_is_the_ordinary_one(name):
     torch.testing.assert_close(weights, plain, rtol=1e-5, atol=1e-6)
     assert losses == pytest.approx(plain_losses, rel=1e-4)
     assert engine.steps == 24 and engine.get_epsilon(1e-5) > 0
+
+
+def whole(step) -> list[bool]:
+    return [found.whole for found in step._graphs.values()]
+
+
+def lower_the_rate(engine: wc.PrivacyEngine) -> None:
+    if engine.steps == 40:
+        engine.optimizer.param_groups[0]["lr"] = 1e-3
+
+
+def load_the_state(engine: wc.PrivacyEngine) -> None:
+    if engine.steps == 40:
+        state = engine.optimizer.state_dict()
+        for values in state["state"].values():
+            values["exp_avg"] = 3 * values["exp_avg"]
+        engine.optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", list(BOUNDS))
+@pytest.mark.parametrize("between", [None, lower_the_rate, load_the_state])
+def test_a_recorded_step_with_its_optimizer_is_the_ordinary_one(name, between):
+    weights, losses, step, _ = fused(BOUNDS[name], True, draws=70, capturable=True, between=between)
+    assert any(whole(step)), "no optimiser was recorded"
+    plain, plain_losses, _, _ = fused(BOUNDS[name], False, draws=70, capturable=True, between=between)
+    torch.testing.assert_close(weights, plain, rtol=1e-3, atol=2e-4)  # Adam enlarges differences of rounding
+    assert losses == pytest.approx(plain_losses, rel=1e-3)
+
+
+def test_a_hooked_or_changing_optimizer_runs_as_it_is_written():
+    seen = []
+
+    def hook(engine: wc.PrivacyEngine) -> None:
+        if engine.steps == 1:
+            engine.optimizer.register_step_post_hook(lambda *_: seen.append(1))
+
+    def schedule(engine: wc.PrivacyEngine) -> None:
+        engine.optimizer.param_groups[0]["lr"] *= 0.99
+
+    for between in (hook, schedule):
+        step = fused(BOUNDS["weights"], True, capturable=True, between=between)[2]
+        assert step._graphs and not any(whole(step))
+    assert len(seen) == 23
+
+
+def test_clipped_norms_follow_a_recorded_optimizer():
+    """After every step, the norms that serve the next bounds are those of the weights as they are."""
+
+    def check(engine: wc.PrivacyEngine) -> None:
+        bank, gains = engine._gains.bank, engine._gains
+        assert bank is not None and gains.clipped
+        kept, exact = gains._clipped.norms, bank.vector()
+        torch.testing.assert_close(kept, exact, rtol=1e-5, atol=0.0)
+        assert bool((kept >= exact * (1 - 1e-9)).all()) and bool((kept <= 1 + 1e-9).all())
+
+    assert any(whole(fused(BOUNDS["weights"], True, draws=30, capturable=True, between=check)[2]))
 
 
 def test_recorded_steps_of_standardized_kernels():

@@ -10,7 +10,7 @@ from tests.triton_kit import kernel_device, run_interpreted
 
 import weightclip as wc
 from weightclip._gate import _project_widely
-from weightclip._row_kernels import cross_entropy, fits, fits_classes, project
+from weightclip._row_kernels import cross_entropy, fits, fits_classes, project, scale_blocks_
 from weightclip.losses import CrossEntropy
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, at NaN and infinity
@@ -35,6 +35,15 @@ def test_records_are_projected(shape, radius, device) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
     norms = found.flatten(1).double().norm(dim=1)
     assert bool((norms <= radius * (1 + (found[0].numel() + 8) * 2.0**-24)).all()) and not found[2].any()
+
+
+@pytest.mark.parametrize("sizes", [[7], [1, 1, 3000, 5], [1024, 1, 1023, 0, 2], [3] * 100])
+def test_blocks_are_scaled(sizes, device) -> None:
+    values = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0)).to(device)
+    factors = torch.rand(len(sizes), generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
+    expected = [part * factor.float() for part, factor in zip(values.split(sizes), factors, strict=True)]
+    scale_blocks_(values, factors, torch.tensor(sizes).cumsum(0).to(device))
+    assert torch.equal(values, torch.cat(expected))
 
 
 @pytest.mark.parametrize("classes", [2, 10, 100, 1000])

@@ -2,7 +2,7 @@
 
 Every mode trains the same model on the same batch with Adam; the clock runs over zero_grad, forward, loss, backward and
 step, after warm-up, and the modes take turns so that a slow spell hits all of them. Loading data is left out. On a GPU
-the clock stops every eight steps (two if they are slow): in training nothing waits for the device after each step.
+the clock stops every 32 steps (eight, two if they are slow): in training nothing waits for the device after each step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from weightclip.factors import CapNorm, Product
 from weightclip.models import MLP, ConvNet, WideResNet
 from weightclip.sampling import BatchInfo
 
-_BLOCK = 8  # steps on a GPU between two looks at the clock; 2 where a step takes longer than _LONG seconds
-_LONG = 0.05
+_BLOCKS = ((0.01, 32), (0.05, 8), (math.inf, 2))  # steps shorter than so many seconds, so many a look at the clock
 MODES = ("plain", "weights", "factors", "both", "joint-cap", "weights-fast", "opacus-hooks", "opacus-ghost")
 GRAPHED = ("plain-graph", "weights-graph", "factors-graph", "both-graph", "joint-cap-graph")  # the step as a CUDA graph
 COLUMNS = ("device", "model", "batch", "mode", "ms", "ratio", "peak_gib", "spread", "precision")
@@ -83,12 +82,13 @@ def prepare(mode: str, name: str, batch: int, device: torch.device) -> Callable[
     model = factory().to(device)
     x = torch.randn(batch, *shape, device=device)
     y = torch.randint(0, classes, (batch,), device=device)
-    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-4)
+    graphed = mode in GRAPHED
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-4, capturable=graphed)
     loss: Any = nn.CrossEntropyLoss()
     if mode == "plain":
         return lambda: _step(model, optimizer, loss, x, y)
     if mode == "plain-graph":
-        return _recorded(model, torch.optim.Adam(model.parameters(), lr=1e-4, capturable=True), loss, x, y)
+        return _recorded(model, optimizer, loss, x, y)
     loader = DataLoader(TensorDataset(x, y), batch_size=batch)
     if mode.startswith("opacus"):
         return _opacus(mode.removeprefix("opacus-"), model, optimizer, loss, loader, x, y)
@@ -97,7 +97,7 @@ def prepare(mode: str, name: str, batch: int, device: torch.device) -> Callable[
         module=model, optimizer=optimizer, data_loader=loader, criterion=loss, noise_multiplier=1.0,
         bounds=bounds_of(mode.removesuffix("-graph")), sample_rate=0.01, expected_batch_size=batch,
     )  # fmt: skip
-    draw, fused = 0, engine.fused_step() if mode.endswith("-graph") else None
+    draw, fused = 0, engine.fused_step() if graphed else None
 
     def step() -> None:
         nonlocal draw
@@ -181,8 +181,9 @@ def measure(
             except torch.OutOfMemoryError:
                 steps.pop(mode, None)
         once = {mode: _timed(step, device, 1) for mode, step in steps.items()}
-        block = 1 if device.type != "cuda" else _BLOCK if statistics.median(once.values()) < _LONG else 2
-        rounds = max(5, min(400, math.ceil(seconds / max(1e-5, block * statistics.median(once.values())))))
+        usual = statistics.median(once.values())
+        block = 1 if device.type != "cuda" else next(count for limit, count in _BLOCKS if usual < limit)
+        rounds = max(5, min(400, math.ceil(seconds / max(1e-5, block * usual))))
         times: dict[str, list[float]] = {mode: [] for mode in steps}
         for _ in range(rounds):
             for mode, step in steps.items():
@@ -208,7 +209,7 @@ def _warm(mode: str, name: str, batch: int, device: torch.device) -> tuple[Calla
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
     step = prepare(mode, name, batch, device)
-    for _ in range(8 if device.type == "cuda" else 3):  # the third step records graphs, the fourth a whole step
+    for _ in range(12 if device.type == "cuda" else 3):  # the third step records graphs, the sixth a whole step
         step()
     if device.type != "cuda":
         return step, None

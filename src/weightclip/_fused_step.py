@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from weightclip._gains import numerics_for
 from weightclip._record import Reads, side_stream
 from weightclip._streams import NOISE, Streams, fill_normal_
+from weightclip._watch import refuse_stray_gradients
 from weightclip.factors._conv import _weights
 from weightclip.mechanisms import constant
 from weightclip.sampling import BatchInfo
@@ -36,6 +38,7 @@ class _Recorded:
     value: Tensor
     gradients: list[Tensor]
     flat: Tensor | None  # all gradients in one piece, where they lie so
+    whole: bool  # whether the optimiser's step is in the graph
     bounds: tuple[Tensor, Tensor | None]
     kept: list[Any]
 
@@ -45,7 +48,9 @@ class FusedStep:
 
     On CUDA, forward, loss, backward, bounds and noise are recorded once for each size of batch and then launched as one
     CUDA graph; sizes are rounded up and the rest is padded with rows that count nothing. The optimiser runs as it is
-    written, so that schedules and hooks work. Everywhere else, and while a size is new, this is the ordinary loop.
+    written, so that schedules and hooks work. One that is made with ``capturable=True`` joins the graph, with clipping,
+    while its numbers stay as they are (a learning rate that is a tensor may change) and nobody has hooked it; ``.grad``
+    is empty after such a step. Everywhere else, and while a size is new, this is the ordinary loop.
 
     What a graph asks for: the model's forward does the same operations at every call (no branches on values, no work of
     Python's that matters). Draws in several pieces, adaptive limits, K-norm noise and batches that are not one input
@@ -68,6 +73,7 @@ class FusedStep:
         self._buffers: dict[Hashable, _Inputs] = {}
         self._pool: Any = None
         self._last: torch.cuda.Stream | None = None  # where the last step was launched
+        self._optimizer = _Optimizer(engine.optimizer)
 
     def __call__(self, x: Any, y: Any) -> Tensor:
         """One step on a batch of the private loader; the displayed loss, detached (it is not private)."""
@@ -104,13 +110,14 @@ class FusedStep:
         inputs = self._buffers[shape]
         inputs.fill(x, y, info, engine.views, per_view)
         engine._info = BatchInfo(info.draw, 0, True, inputs.mask, rows)
-        key = (*shape, *self._circumstances())
+        fixed = self._optimizer.fixed()
+        key = (*shape, *self._circumstances(), fixed)
         known = key in self._graphs
         if engine.steps % _CHECKED == 0 or (not known and self._runs.get(key, 0) < _WARM):
             self._runs[key] = self._runs.get(key, 0) + 1
             return self._ordinary(inputs.x, inputs.y)
         engine._admit()
-        if not known and not self._record(key, inputs):
+        if not known and not self._record(key, inputs, fixed is not None):
             return self._ordinary(inputs.x, inputs.y)
         return self._replay(self._graphs[key])
 
@@ -128,17 +135,25 @@ class FusedStep:
         engine, release = self.engine, self.engine._release
         engine._drop_sum()
         engine._use_mode(engine._watch.modes())
+        if found.whole:
+            refuse_stray_gradients(engine.optimizer, engine._trained)
         # charge first: an interruption after this line may waste budget but never hides a release
         found.noise.set(engine._charge())
         found.graph.replay()
         engine._sensitivities, engine._factors = found.bounds
+        value = found.value.clone()
+        if found.whole:
+            for block in release.blocks:
+                block.parameter.grad = None
+            torch.autograd.graph.increment_version([block.parameter for block in release.blocks])
+            engine._gains.replayed()
+            return value
         if found.flat is not None:  # new tensors: gradients that are kept never show a later step
             gradients = release._views(found.flat.clone())
         else:
             gradients = [gradient.clone() for gradient in found.gradients]
         for block, gradient in zip(release.blocks, gradients, strict=True):
             block.parameter.grad = gradient
-        value = found.value.clone()
         engine._released = True
         try:
             engine.optimizer.step()
@@ -146,7 +161,7 @@ class FusedStep:
             engine._released = False
         return value
 
-    def _record(self, key: Hashable, inputs: _Inputs) -> bool:
+    def _record(self, key: Hashable, inputs: _Inputs, whole: bool) -> bool:
         """Record the step for one size; False if that was not possible (after an error of CUDA's: for good)."""
         engine, before = self.engine, torch.cuda.current_stream()
         if len(self._graphs) >= _MOST:
@@ -160,14 +175,22 @@ class FusedStep:
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"), reads:
                 value, flat, gradients = self._step(inputs, noise)
+                if whole:
+                    engine._released = True
+                    engine.optimizer.step()
         except RuntimeError as error:
-            self.on = False
             torch.cuda.set_stream(before)
-            warnings.warn(f"fused steps run without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=5)
+            if whole:  # next time without the optimiser
+                self._optimizer.on = False
+            else:
+                self.on = False
+                warnings.warn(f"fused steps run without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=5)
             torch.cuda.synchronize()
             engine._drop_sum()
             return False
         finally:
+            engine._released = False
+            engine._gains.reset()  # recording runs nothing: no norms are known
             for block in engine._release.blocks:
                 block.parameter.grad = None
         if _caches() != caches[0]:  # a constant was made in the recording, and has no value before it is launched
@@ -175,7 +198,7 @@ class FusedStep:
             constant.cache_clear()  # graphs keep the memory they read
             return False
         bounds, kept = (engine._sensitivities, engine._factors), [reads.kept, caches[1]]
-        self._graphs[key] = _Recorded(graph, noise, inputs, value, gradients, flat, bounds, kept)
+        self._graphs[key] = _Recorded(graph, noise, inputs, value, gradients, flat, whole, bounds, kept)
         return True
 
     def _step(self, inputs: _Inputs, noise: _Noise) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -208,6 +231,42 @@ class FusedStep:
         gradients = [p for block in release.blocks if (p := block.parameter.grad) is not None]
         whole = all(block.pull_back is None and block.parameter.dtype == flat.dtype for block in release.blocks)
         return value, flat if whole else None, gradients
+
+
+class _Optimizer:
+    """Whether the optimiser's step may be part of a graph, and what such a graph holds fixed."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.on = optimizer, True
+        self._last: Hashable = None
+        self._same = 0  # steps since it changed
+
+    def fixed(self) -> Hashable:
+        """Numbers and places its step reads; None where it is to run as it is written, or they have just changed."""
+        groups = self.optimizer.param_groups
+        asked = all(group.get("capturable") for group in groups)
+        if not self.on or not asked or self._hooks() != (0, 0, 1, 1):  # those are ours
+            return None
+        numbers = tuple([(name, _constant(value)) for group in groups for name, value in group.items()])
+        state = [value for state in self.optimizer.state.values() for value in state.values()]
+        found = numbers, tuple([value.data_ptr() for value in state if isinstance(value, Tensor)])
+        self._same = self._same + 1 if found == self._last else 0
+        self._last = found
+        return found if self._same >= _WARM else None
+
+    def _hooks(self) -> tuple[int, ...]:
+        tables = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks,
+                  self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)  # fmt: skip
+        return tuple([len(table) for table in tables])
+
+
+def _constant(value: Any) -> Hashable:
+    """A tensor counts by its place, everything else by its value."""
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple([_constant(v) for v in value])
+    return value if isinstance(value, Hashable) else id(value)
 
 
 class _Inputs:

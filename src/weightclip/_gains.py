@@ -101,6 +101,11 @@ class Gains:
             torch.autograd.graph.increment_version(limited)  # a replay does not count as a write
         self._clipped = _Clipped(self._kept[0], _versions(weights), self._kept[1])
 
+    def replayed(self) -> None:
+        """A recorded step has changed the weights and clipped them: norms lie where clipping leaves them."""
+        if self.bank is not None and self._kept is not None:
+            self._clipped = _Clipped(self._kept[0], _versions(self.bank.weights()), self._kept[1])
+
     def _rescale(self, limits: dict[str, float]) -> Tensor:
         """The same on a device; bounds of norms, and Frobenius norms, after that: 2 x layers, float64."""
         assert self.bank is not None

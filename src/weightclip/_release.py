@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
 from weightclip._knorm import KNorm, fill_, spread
+from weightclip._row_kernels import fits, scale_blocks_
 from weightclip._streams import NOISE, Streams
 from weightclip.bounds import layer_rule
 from weightclip.certificate import Evaluation, Plan
@@ -66,6 +67,7 @@ class Release:
         wide = any(b.parameter.dtype == torch.float64 for b in self.blocks)
         self.sizes = [b.parameter.numel() for b in self.blocks]
         self.device = self.blocks[0].parameter.device
+        self.ends = torch.tensor(self.sizes).cumsum(0).to(self.device)
         # pieces of a draw are added in float64: hundreds of float32 additions would cost slack (SOUNDNESS section 6)
         self.sum_dtype = torch.float64 if wide or in_pieces else torch.float32
         self.noise_dtype = torch.float64 if wide else torch.float32
@@ -87,7 +89,9 @@ class Release:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a gradient to the sum; the tensor is kept, and never written to."""
-        gradient, before = gradient.detach().to(self.sum_dtype), self.sums[index]
+        gradient, before = gradient.detach(), self.sums[index]
+        if gradient.dtype != self.sum_dtype:
+            gradient = gradient.to(self.sum_dtype)
         self.sums[index] = gradient if before is None else before + gradient
 
     def sensitivities(self, evaluations: dict[str, Evaluation]) -> Tensor:
@@ -200,6 +204,9 @@ class Release:
                 multiples = [scales[b.layer] * (_UP * self.views) / b.beta for b in self.blocks]
             else:  # the factors stay on the device: nothing waits
                 factors = self.factors(sensitivities) if factors is None else factors
+                if fits(noise):
+                    scale_blocks_(noise, factors, self.ends)
+                    return
                 multiples = list(factors.to(noise.dtype).unbind())
         torch._foreach_mul_(views, multiples)  # pyright: ignore[reportPrivateImportUsage]
 

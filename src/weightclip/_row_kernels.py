@@ -1,4 +1,5 @@
-"""Projection of inputs and cross-entropy on CUDA, each in one launch: small networks spend most of a step launching."""
+"""Projection of inputs, cross-entropy and scales of noise on CUDA, each in one launch: small networks spend most of a
+step launching."""
 
 from __future__ import annotations
 
@@ -61,6 +62,18 @@ def cross_entropy(
             num_warps=1 if block <= 128 else 4,
         )  # fmt: skip
     return values, gradient
+
+
+def scale_blocks_(values: Tensor, factors: Tensor, ends: Tensor) -> None:
+    """Multiply the blocks of a flat float32 tensor, block k ending before ``ends[k]`` (int64), by float64 ``factors``.
+
+    Formal guarantees:
+        Each factor is rounded to float32, and each product once: what ``torch._foreach_mul_`` does by block.
+    """
+    with torch.cuda.device_of(values):
+        _kernels().scaled[(-(-values.numel() // 1024),)](
+            values, factors, ends, values.numel(), len(ends), len(ends).bit_length(), 1024, num_warps=4
+        )
 
 
 @functools.cache

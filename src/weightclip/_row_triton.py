@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Kernels behind ``_row_kernels``, one record a program; importing them needs Triton."""
+"""Kernels behind ``_row_kernels``; importing them needs Triton."""
 
 from __future__ import annotations
 
@@ -48,3 +48,19 @@ def cross_entropy(z, y, values, gradient, classes, ignored, temperature, outer, 
     slope = (tl.div_rn(powers, total) - tl.where(c == label, 1.0, 0.0)) * factor
     tl.store(values + n, value)
     tl.store(gradient + n * classes + c, tl.where(counts, slope, 0.0), mask=here)
+
+
+@triton.jit
+def scaled(values, factors, ends, size, blocks, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """values[e] *= factors[k], k the block that entry e lies in: the number of ends at or before it."""
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros((BLOCK,), dtype=tl.int32)
+    high = low + blocks
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        beyond = (tl.load(ends + middle, mask=middle < blocks, other=size) <= e) & (low < high)
+        low = tl.where(beyond, middle + 1, low)
+        high = tl.where(beyond, high, middle)
+    here = e < size
+    factor = tl.load(factors + low, mask=here, other=0.0).to(tl.float32)
+    tl.store(values + e, tl.load(values + e, mask=here, other=0.0) * factor, mask=here)

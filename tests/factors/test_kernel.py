@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from tests.triton_kit import kernel_device, run_interpreted
 
+from weightclip.factors import _kernel
 from weightclip.factors._conv import patch_norm_squared, patch_weights
 from weightclip.factors._kernel import dense_gradient, fits, fused_scale, record_sums, weight_gradient
 from weightclip.factors._limits import record_scale, squared_norm
@@ -32,7 +33,9 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_it_is_the_scaled_gradient_in_float64(case, last, scaled, interpreter):
+@pytest.mark.parametrize("together", [False, True])
+def test_it_is_the_scaled_gradient_in_float64(case, last, scaled, together, interpreter, monkeypatch):
+    monkeypatch.setattr(_kernel, "_TOGETHER", 1 << 30 if together else 0)
     records, channels, out, size, stride, padding, dilation, kernel = case
     form = torch.channels_last if last else torch.contiguous_format
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +51,13 @@ def test_it_is_the_scaled_gradient_in_float64(case, last, scaled, interpreter):
     )[1]  # fmt: skip
     x, d, scale = (None if t is None else t.to(interpreter) for t in (x, d, scale))
     assert x is not None and d is not None
-    found = weight_gradient(x, d, scale, kernel, stride, padding, dilation)
+    found, sums = weight_gradient(x, d, scale, kernel, stride, padding, dilation, bias=True)
+    # scaled in float32 or in float64
+    torch.testing.assert_close(
+        sums.cpu(), weighted.double().sum((0, 2, 3)), rtol=1e-12, atol=1e-12 if together else 1e-5
+    )
+    alone, none = weight_gradient(x, d, scale, kernel, stride, padding, dilation)
+    assert none is None and torch.equal(alone, found)
     assert found.dtype == torch.float64 and found.shape == weight.shape
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=1e-12)
 
@@ -57,8 +66,8 @@ def test_records_with_scale_zero_add_exact_zeros(interpreter):
     x, d = torch.randn(3, 4, 5, 5, device=interpreter), torch.randn(3, 6, 3, 3, device=interpreter)
     x[1], d[1] = float("nan"), float("inf")
     scale = torch.tensor([0.5, 0.0, 1.0], device=interpreter)
-    found = weight_gradient(x, d, scale, (3, 3), (1, 1), (0, 0), (1, 1))
-    others = weight_gradient(x[[0, 2]], d[[0, 2]], scale[[0, 2]], (3, 3), (1, 1), (0, 0), (1, 1))
+    found = weight_gradient(x, d, scale, (3, 3), (1, 1), (0, 0), (1, 1), bias=True)
+    others = weight_gradient(x[[0, 2]], d[[0, 2]], scale[[0, 2]], (3, 3), (1, 1), (0, 0), (1, 1), bias=True)
     torch.testing.assert_close(found, others, rtol=1e-14, atol=1e-14)
 
 
@@ -68,7 +77,9 @@ def test_dense_layers_with_positions(places, interpreter):
     scale = torch.rand(5, device=interpreter)
     weighted = d * scale.view(-1, *(1,) * (d.dim() - 1))
     expected = torch.einsum("...o,...i->oi", weighted.double(), x.double())
-    torch.testing.assert_close(dense_gradient(x, d, scale), expected, rtol=1e-12, atol=1e-12)
+    found, sums = dense_gradient(x, d, scale, bias=True)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sums, weighted.double().flatten(0, -2).sum(0), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from weightclip.errors import CertificationError
+from weightclip.mechanisms import constant
 
 _U64 = 2.0**-53
 _TINY = 2.0**-1000  # divisor in place of 0: a zero matrix stays zero
@@ -85,7 +86,7 @@ def gram_iteration(
         iterations: number J of products; None takes as many as bring the excess below 1e-4.
         dtype: float64, or float32 (faster; the margin is then of order rank · n · 2⁻²⁴).
         moderate: matrices are float64, known to have entries between 1e-100 and 1e100 (or zero, but not all). They are
-            not scaled then, and the recursion is closed to a product: a third of the launches, a margin of 1e-11.
+            not scaled first, and the recursion is closed to a product: a third of the launches.
 
     Returns:
         float64 tensor of the leading shape.
@@ -107,20 +108,19 @@ def gram_iteration(
     factor = _COMPLEX if weight.is_complex() else 1.0
     if 2.0 * (k + 8) * u > 1.0:
         raise CertificationError(f"gram_iteration over {k} terms has no margin in {dtype}: use dtype=torch.float64")
-    moderate = moderate and weight.dtype == dtype == torch.float64
-    a, largest = (weight, None) if moderate else _scaled(weight)
+    if moderate and weight.dtype == dtype == torch.float64:
+        return _by_products(weight, iterations, factor)
+    a, largest = _scaled(weight)
     f_0 = _fro(a)
     f = f_0
     scales = []
     for j in range(iterations):
-        a = a / (f if moderate else f.clamp_min(_TINY))[..., None, None]
+        a = a / f.clamp_min(_TINY)[..., None, None]
         if j == 0:
             a = a.to(_match(dtype, a))
         a = a.mH @ a
         f = _fro(a)
         scales.append(f)
-    if moderate:
-        return _finish(_telescoped([f_0, *scales], k, n, factor), largest, f_0)
     b = f * (1.0 + (n * n + 4) * _U64)  # ‖fl(Â_{J-1}ᴴÂ_{J-1})‖₂ ≤ its Frobenius norm
     for j in range(iterations - 1, -1, -1):
         terms = (k if j == 0 else n) + 8
@@ -130,21 +130,35 @@ def gram_iteration(
     return _finish(b * (1.0 + (k * n + 64) * _U64), largest, f_0)
 
 
-def _telescoped(f: list[Tensor], k: int, n: int, factor: float) -> Tensor:
-    """f_0 √(f_1 √(f_2 …)), with the rounding of every product: the recursion of :func:`gram_iteration` in few passes.
+def _by_products(a: Tensor, iterations: int, factor: float) -> Tensor:
+    """The recursion of :func:`gram_iteration` closed to f_0 f_1^e_1 f_2^e_2 …, in few launches.
 
-    Â_j has Frobenius norm 1, so ‖Â_j‖₂² ≥ 1/n, and the computed ‖fl(Â_jᴴÂ_j)‖₂ = b is at least 1/(2n): then
-    √(b + g) ≤ √b·(1 + g·n), and with all exponents ½ʲ the margins together are at most (1 + g·n)².
+    With Â of Frobenius norm 1, B = fl(ÂᴴÂ) and g the rounding of one product and one division, ‖Â‖₂² ≤ ‖B‖₂ + g. As
+    ‖Â‖₂² ≥ 1/n, ‖B‖₂ ≥ 1/(2n), and √(b + g) ≤ √b (1 + gn). A second product C = fl(BᴴB), without scaling B first, has
+    ‖B‖₂² ≤ ‖C‖₂ + 2g (‖B‖_F² ≤ 2) and ‖C‖₂ ≥ 1/(8n²) while 16gn² ≤ 1: √(c + 2g) ≤ √c (1 + 8gn²). Both together:
+    ‖Â‖₂ ≤ ‖C‖₂^¼ (1 + 6gn²). Exponents fall by ½ (by ¼), so that all margins are at most the first one squared.
     """
+    k, n = a.shape[-2:]
     terms = max(k, n) + 8
     g = factor * terms * _U64 / (1.0 - terms * _U64) * (1.0 + 8.0 * _U64) + 8.0 * _U64
     if 4.0 * g * n > 1.0:
         raise CertificationError(f"gram_iteration over {k} x {n} has no margin: the matrix is too large")
-    halves = torch.arange(len(f), dtype=torch.float64, device=f[0].device).neg().exp2()  # no copy from the host
-    total = (torch.stack(f, -1).log() * halves).sum(-1)
-    # f_0 lies in float64's range, the others in [n^-1/2, 2]: |total| < 800, and the errors of log, sum and exp together
-    # stay below 800·2⁻⁴⁸ < 1e-11
-    return total.exp() * ((1.0 + g * n) ** 2 * (1.0 + (k * n + n * n + 64) * _U64 + 1e-11))
+    pairs = 12.0 * g * n * n < 1e-5  # two products between scalings
+    f, exponents = [_fro(a)], [1.0]
+    a = a / f[0][..., None, None]
+    for j in range(1, iterations + 1):
+        a = a.mH @ a
+        if j % 2 and pairs and j < iterations:
+            continue
+        f.append(_fro(a))
+        exponents.append(2.0**-j)
+        if j < iterations:
+            a = a / f[-1][..., None, None]
+    total = (torch.stack(f, -1).log() * constant(tuple(exponents), a.device)).sum(-1)
+    # f_0 lies in float64's range, the others in [1/(8n²), 2]: |total| < 800, and log, sum and exp err by less than
+    # 800·2⁻⁴⁸ < 1e-11 together. A matrix that is not finite has an f_0 that is not, and the result is NaN.
+    margin = (1.0 + (6.0 * g * n * n if pairs else g * n)) ** 2
+    return total.exp() * (margin * (1.0 + (k * n + n * n + 64) * _U64 + 1e-11))
 
 
 def drift_bound(norm_at_s: Tensor | float, weight_s: Tensor, weight_t: Tensor, m: int = 1) -> Tensor:

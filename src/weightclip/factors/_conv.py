@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._kernel import fits, fits_scale, fused_scale, record_sums, weight_gradient
+from weightclip.factors._kernel import fits, fits_scale, fused_scale, laid_out, record_sums, weight_gradient
 from weightclip.factors._limits import (
     CAP,
     KIND_SHIFT,
     cap_scale,
     masked,
+    no_autocast,
     record_scale,
     squared_norm,
     transforming,
@@ -75,14 +76,13 @@ def channel_sums(d: Tensor, scale: Tensor | None, alone: bool = False) -> Tensor
 def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_padding) -> Tensor:
     """Weight gradient of the batch from scaled cotangents, in ``dtype``, chunks summed in float64."""
     stride, padding, dilation, groups = conf
-    planar = x.dim() == 4 and groups == 1 and not transposed
-    if dtype == torch.float64 and planar and fits(x, d):
-        return weight_gradient(x, d, scale, weight.shape[2:], stride, padding, dilation)
+    if dtype == torch.float64 and _by_kernel(x, d, groups, transposed):
+        return weight_gradient(x, d, scale, weight.shape[2:], stride, padding, dilation)[0]
     alone = chunk == 1 and x.device.type == "cpu" and not transforming()  # each record is scaled when its turn comes
     if not alone:
         d, x = masked(d, scale, True), masked(x, scale, False)
     dtype = torch.promote_types(dtype, x.dtype)  # values of a float64 model may lie beyond float32
-    if dtype == torch.float64 and x.is_cuda and planar:
+    if dtype == torch.float64 and x.is_cuda and x.dim() == 4 and groups == 1 and not transposed:
         return by_taps(x, d, weight.shape[2:], stride, padding, dilation)
     dtype, chunk = unchunked(dtype, chunk)
     kernel = weight.to(dtype)
@@ -168,7 +168,7 @@ class ConvFunction(torch.autograd.Function):
         flags, beta, dtype, chunk = ctx.settings
         stride, padding, dilation, groups, transposed, extra = ctx.conf
         gx = gw = gb = None
-        with torch.autocast(d.device.type, enabled=False):
+        with no_autocast(d.device.type):
             if ctx.needs_input_grad[0]:
                 gx = torch.ops.aten.convolution_backward(
                     d, x.to(d.dtype), weight.to(d.dtype), None, stride, padding, dilation, transposed, extra, groups,
@@ -201,9 +201,21 @@ class ConvFunction(torch.autograd.Function):
                         scale = cap_scale(scale, norm, x_norm, d_norm, limits, *ctx.counter)
                     else:
                         scale = record_scale(x_norm, d_norm, limits, flags, *ctx.counter)
+                conf = (stride, padding, dilation, groups)
+                if ctx.needs_input_grad[1] and dtype == torch.float64 and _by_kernel(x, d, groups, transposed):
+                    sizes = weight.shape[2:], stride, padding, dilation
+                    gw, gb = weight_gradient(x, d, scale, *sizes, ctx.needs_input_grad[2])
+                    return gx, laid_out(gw, weight), gb if gb is None else gb.to(weight.dtype), *_rest(ctx)
                 if ctx.needs_input_grad[1]:
-                    conf = (stride, padding, dilation, groups)
                     gw = conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, extra).to(weight.dtype)
                 if ctx.needs_input_grad[2]:
                     gb = channel_sums(d, scale, dtype == torch.float32 and chunk == 1).to(weight.dtype)
-        return gx, gw, gb, *([None] * (11 + len(ctx.counter)))
+        return gx, gw, gb, *_rest(ctx)
+
+
+def _by_kernel(x: Tensor, d: Tensor, groups: int, transposed: bool) -> bool:
+    return x.dim() == 4 and groups == 1 and not transposed and fits(x, d)
+
+
+def _rest(ctx) -> list[None]:
+    return [None] * (11 + len(ctx.counter))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._kernel import dense_gradient, fits, fits_scale, fused_scale, record_sums
+from weightclip.factors._kernel import dense_gradient, fits, fits_scale, fused_scale, laid_out, record_sums
 from weightclip.factors._limits import (
     CAP,
     Counts,
@@ -62,7 +62,7 @@ def position_gram(x: Tensor, d: Tensor, beta: float, product: torch.dtype = torc
 def dense_product(x: Tensor, d: Tensor, scale: Tensor | None, dtype: torch.dtype, chunk: int) -> Tensor:
     """sum_i scale_i delta_i x_i^T, in ``dtype``, optionally in chunks of records summed in float64."""
     if dtype == torch.float64 and fits(x, d):
-        return dense_gradient(x, d, scale)
+        return dense_gradient(x, d, scale)[0]
     d, x = masked(d, scale, True), masked(x, scale, False)
     dtype = torch.promote_types(dtype, x.dtype)  # values of a float64 model may lie beyond float32
     dtype, chunk = unchunked(dtype, chunk)
@@ -128,10 +128,18 @@ class DenseFunction(torch.autograd.Function):
                 gx = (d @ weight.to(d.dtype)).to(x.dtype)
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
                 scale = dense_scale(x, d, limits, flags, beta if ctx.needs_input_grad[2] else 0.0, dtype, *ctx.counter)
-                if scale is not None and not fits(x, d):  # scaled once for both gradients
+                by_kernel = fits(x, d)
+                if scale is not None and not by_kernel:  # scaled once for both gradients
                     x, d, scale = *both_masked(x, d, scale), None
+                if by_kernel and dtype == torch.float64 and ctx.needs_input_grad[1]:
+                    gw, gb = dense_gradient(x, d, scale, ctx.needs_input_grad[2])
+                    return gx, laid_out(gw, weight), gb if gb is None else gb.to(weight.dtype), *_rest(ctx)
                 if ctx.needs_input_grad[1]:
                     gw = dense_product(x, d, scale, dtype, chunk).to(weight.dtype)
                 if ctx.needs_input_grad[2]:
                     gb = bias_product(d, scale, dtype).to(weight.dtype)
-        return gx, gw, gb, *([None] * (5 + len(ctx.counter)))
+        return gx, gw, gb, *_rest(ctx)
+
+
+def _rest(ctx) -> list[None]:
+    return [None] * (5 + len(ctx.counter))

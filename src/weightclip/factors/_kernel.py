@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weightclip.factors._limits import KIND_SHIFT, SMALLEST, TINY, transforming
 
+_TOGETHER = 1 << 30  # multiply-adds below which a launch costs more than what a bias slows the larger kernel down
 _PROGRAMS = 1056  # about eight for each multiprocessor of a large GPU
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,15 +32,16 @@ def fits(x: Tensor, d: Tensor) -> bool:
 
 def weight_gradient(
     x: Tensor, d: Tensor, scale: Tensor | None, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:  # fmt: skip
-    """sum_n scale_n (gradient of record n) of a 2-D convolution's weight, in float64.
+    dilation: Sequence[int], bias: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """sum_n scale_n (gradient of record n) of a 2-D convolution's weight and, if asked, of its bias, in float64.
 
     Args:
         x: (records, in, height, width), any strides.
         d: (records, out, height, width), cotangents.
         scale: (records,) or None; records with scale zero take no part, whatever they hold.
         kernel: Size of the kernel; likewise stride, padding, dilation.
+        bias: Whether the sums of cotangents are wanted too; otherwise the second result is None.
 
     Formal guarantees:
         Each record's cotangent is scaled in float32; products and sums are float64 throughout, with no atomics: the
@@ -50,27 +52,45 @@ def weight_gradient(
         x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))
     out, columns = d.shape[1], x.shape[1] * kernel[0] * kernel[1]
     total = d.shape[0] * d.shape[2] * d.shape[3]
+    together = bias and total * out * columns < _TOGETHER
     rows, cols, depth = _tile(out), _tile(columns), 16
     tiles = -(-out // rows) * -(-columns // cols)
     parts = max(1, min(-(-total // (4 * depth)), _PROGRAMS // tiles))
     share = -(-total // (parts * depth)) * depth
     parts = -(-total // share)
-    found = torch.empty(parts, out, columns, dtype=torch.float64, device=x.device)
+    found = torch.empty(parts, out, columns + together, dtype=torch.float64, device=x.device)
     launch = _kernels().products[(-(-out // rows), -(-columns // cols), parts)]
     with torch.cuda.device_of(x):  # kernels start on the current device, which need not be the tensor's
         launch(
             x, d, x if scale is None else scale, found, x.shape[1], x.shape[2], x.shape[3], out, d.shape[2],
             d.shape[3], total, share, columns, *x.stride(), *d.stride(), kernel[1], *stride, *padding, *dilation,
-            scale is not None, x.stride(1) == 1 and x.shape[1] > 1, rows, cols, depth, num_warps=4, num_stages=3,
+            scale is not None, x.stride(1) == 1 and x.shape[1] > 1, together, rows, cols, depth, num_warps=4,
+            num_stages=3,
         )  # fmt: skip
-    whole = found[0] if parts == 1 else found.sum(0)
-    return whole.view(out, *kernel, x.shape[1]).permute(0, 3, 1, 2)
+    whole, channels = found if parts == 1 else found.sum(0), x.shape[1]
+    across = columns + together
+    # one view instead of a slice, a view and a permutation: small networks wait for the host
+    weight = whole.as_strided((out, channels, *kernel), (across, 1, kernel[1] * channels, channels))
+    if not bias:
+        return weight, None
+    return weight, whole.as_strided((out,), (across,), columns) if together else record_sums(d.flatten(2), scale)[0]
 
 
-def dense_gradient(x: Tensor, d: Tensor, scale: Tensor | None) -> Tensor:
+def dense_gradient(
+    x: Tensor, d: Tensor, scale: Tensor | None, bias: bool = False
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """sum_n scale_n delta_n x_n^T over records and positions; x (records, ..., in), d (records, ..., out)."""
-    x, d = (t.reshape(t.shape[0], -1, t.shape[-1]).transpose(1, 2).unsqueeze(3) for t in (x, d))
-    return weight_gradient(x, d, scale, (1, 1), (1, 1), (0, 0), (1, 1))[:, :, 0, 0]
+    if x.dim() == 2:
+        x, d = x[:, :, None, None], d[:, :, None, None]
+    else:
+        x, d = (t.reshape(t.shape[0], -1, t.shape[-1]).transpose(1, 2).unsqueeze(3) for t in (x, d))
+    weight, sums = weight_gradient(x, d, scale, (1, 1), (1, 1), (0, 0), (1, 1), bias)
+    return weight[:, :, 0, 0], sums
+
+
+def laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """In the parameter's type and order of entries, in one copy: as it is, autograd and foreach operators take it."""
+    return torch.empty_like(parameter).copy_(gradient)
 
 
 def record_sums(d: Tensor, scale: Tensor | None, x: Tensor | None = None) -> Tensor:

@@ -12,12 +12,13 @@ def products(
     x, d, scale, out, channels, height, width, outs, HIGH: tl.constexpr, WIDE: tl.constexpr, total, share, columns,
     xn, xc, xh, xw, dn, dc, dh, dw,
     KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    DIL_H: tl.constexpr, DIL_W: tl.constexpr, SCALED: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    DIL_H: tl.constexpr, DIL_W: tl.constexpr, SCALED: tl.constexpr, CHANNELS_LAST: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """out[part, o, (tap, c)] = sum over this part's (record, position) of d[record, o, position] x[record, c, window].
 
-    Memory is read along its fastest dimension: positions, or channels where CHANNELS_LAST.
+    With BIAS, a last column holds the sums of d itself. Memory is read along its fastest dimension: positions, or
+    channels where CHANNELS_LAST.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -25,6 +26,7 @@ def products(
     top = (col // channels // KERNEL_W) * DIL_H - PAD_H
     left = (col // channels % KERNEL_W) * DIL_W - PAD_W
     acc = tl.zeros((ROWS, COLS), dtype=tl.float64)
+    plain = tl.zeros((ROWS, DEPTH), dtype=tl.float64)
     first = tl.program_id(2) * share
     for start in range(first, min(first + share, total), DEPTH):
         k = start + tl.arange(0, DEPTH)
@@ -56,9 +58,15 @@ def products(
             b = tl.trans(b)
         if SCALED:
             a = tl.where(s[None, :] > 0, a, 0.0) * s[None, :]
+        if BIAS:  # in every column tile: a branch in this loop would cost more
+            plain += a.to(tl.float64)
         acc = tl.dot(a.to(tl.float64), b.to(tl.float64), acc, out_dtype=tl.float64)
-    place = out + tl.program_id(2).to(tl.int64) * outs * columns + row[:, None].to(tl.int64) * columns + col[None, :]
-    tl.store(place, acc, mask=(row < outs)[:, None] & (col < columns)[None, :])
+    across = columns + 1 if BIAS else columns
+    place = out + (tl.program_id(2).to(tl.int64) * outs + row) * across
+    tl.store(place[:, None] + col[None, :], acc, mask=(row < outs)[:, None] & (col < columns)[None, :])
+    if BIAS:
+        whose = tl.where(tl.program_id(1) == 0, outs, 0)
+        tl.store(place + columns, tl.sum(plain, 1), mask=row < whose)
 
 
 @triton.jit
