@@ -64,7 +64,7 @@ def _project_values(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
     """The same in few passes, where no derivative is asked for: squares of float32 fit into float64."""
     if x.device.type == "cpu" and radius >= 1e-10:  # smaller norms may be squares that vanish
         norm = torch.linalg.vector_norm(x, 2, dims, keepdim=True)
-        scaled = x if math.isinf(radius) else x * norm.reciprocal().mul_(radius).clamp_(max=1.0)
+        scaled = x if math.isinf(radius) else x * _over(radius, norm).clamp_(max=1.0)
         if x.shape[0] == 0 or float(norm.max()) < 1e15:  # no NaN, and no square is infinite: float32 will do
             return scaled
         good = (norm < 1e15).flatten()
@@ -73,6 +73,11 @@ def _project_values(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
         scaled[~good] = _project_widely(x[~good], radius, dims)
         return scaled
     return project(x, radius) if fits(x) else _project_widely(x, radius, dims)
+
+
+def _over(radius: float, norm: Tensor) -> Tensor:
+    """``radius / norm`` as torch computes it, in fewer passes."""
+    return norm.reciprocal() if radius == 1 else norm.reciprocal().mul_(radius)
 
 
 def _project_widely(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:

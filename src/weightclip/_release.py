@@ -199,9 +199,15 @@ class Release:
             multiples: Any = [_UP * self.views / b.beta for b in self.blocks]
         else:
             streams.normal_(noise, NOISE, step)
-            if sensitivities.device.type == "cpu":
+            if sensitivities.is_cpu:
                 scales = self.scales(sensitivities).tolist()
                 multiples = [scales[b.layer] * (_UP * self.views) / b.beta for b in self.blocks]
+                if noise.is_cpu and max(multiples) < 1e30:  # the same numbers; NumPy warns of infinite ones
+                    array, start = noise.numpy(), 0
+                    for size, multiple in zip(self.sizes, multiples, strict=True):
+                        array[start : start + size] *= multiple
+                        start += size
+                    return
             else:  # the factors stay on the device: nothing waits
                 factors = self.factors(sensitivities) if factors is None else factors
                 if fits(noise):

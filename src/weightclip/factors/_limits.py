@@ -80,12 +80,14 @@ def record_scale(
     if flags == 0 or x_norm is None or d_norm is None:
         return None
     scale = None
+    # a norm of zero gives a scale of one without the floor as well; only derivatives need it
+    floored = torch.is_grad_enabled()
     if flags & RADIUS:
-        scale = (limits[0] / x_norm.clamp(min=TINY)).clamp(max=1)
+        scale = (limits[0] / (x_norm.clamp(min=TINY) if floored else x_norm)).clamp(max=1)
         if counter is not None:
             counter.add(0, x_norm <= limits[0], d_norm)
     if flags & COTANGENT:
-        second = (limits[1] / d_norm.clamp(min=TINY)).clamp(max=1)
+        second = (limits[1] / (d_norm.clamp(min=TINY) if floored else d_norm)).clamp(max=1)
         scale = second if scale is None else scale * second
         if counter is not None:
             counter.add(1, d_norm <= limits[1], d_norm)
@@ -145,10 +147,13 @@ def _all_count(scale: Tensor) -> bool:
     return scale.is_cpu and not transforming() and (scale.shape[0] == 0 or scale.min().item() > 0)
 
 
-def squared_norm(value: Tensor) -> Tensor:
-    """Sum of squares of each record, in float32 or better, and what squares smaller than that type can hide."""
-    flat = wide(value).flatten(1)  # torch takes the norm in one pass, without storing squares
-    return torch.linalg.vector_norm(flat, 2, 1).square() + flat.shape[1] * _TINIEST
+def squared_norm(value: Tensor, more: float = 0.0) -> Tensor:
+    """Sum of squares of each record, in float32 or better, and what squares smaller than that type can hide.
+
+    ``more`` is added to each sum.
+    """
+    flat = value if value.dim() == 2 else value.flatten(1)  # torch takes the norm in one pass, without storing squares
+    return torch.linalg.vector_norm(wide(flat), 2, 1).square() + (flat.shape[1] * _TINIEST + more)
 
 
 def wide(value: Tensor) -> Tensor:
@@ -181,8 +186,11 @@ def eager_twin(function: type[torch.autograd.Function]) -> type[torch.autograd.F
         function.setup_context(ctx, args, output)
         return output
 
-    name = f"Eager{function.__name__}"
-    return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": function.backward})
+    def apply(cls, *args):  # without the detour for transforms
+        return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+
+    methods = {"forward": staticmethod(forward), "backward": function.backward, "apply": classmethod(apply)}
+    return type(f"Eager{function.__name__}", (torch.autograd.Function,), methods)
 
 
 def unchunked(dtype: torch.dtype, chunk: int) -> tuple[torch.dtype, int]:
