@@ -10,6 +10,7 @@ import weightclip as wc
 import weightclip.factors._conv as conv
 import weightclip.factors._dense as dense
 from weightclip._record import Recorder
+from weightclip.factors._kernel import dense_gradient
 from weightclip.sampling import BatchInfo
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -177,6 +178,27 @@ def test_clipped_norms_follow_a_recorded_optimizer():
         assert bool((kept >= exact * (1 - 1e-9)).all()) and bool((kept <= 1 + 1e-9).all())
 
     assert any(whole(fused(BOUNDS["weights"], True, draws=30, capturable=True, between=check)[2]))
+
+
+@pytest.mark.parametrize("name", ["weights", "factors"])
+def test_fused_steps_stop_at_weights_that_are_not_finite(name):
+    def spoil(engine: wc.PrivacyEngine) -> None:
+        if engine.steps == 60:
+            with torch.no_grad():
+                next(engine.model.parameters())[0].fill_(float("inf"))
+        assert engine.steps <= 64
+
+    with pytest.raises(wc.ContractError, match="no longer finite"):
+        fused(BOUNDS[name], True, draws=80, capturable=True, between=spoil)
+
+
+def test_compiled_kernels_are_found_by_size_and_alignment():
+    for offset in (0, 0, 1, 1, 4, 0):  # the second call of a kind takes the short way
+        memory = torch.randn(2000, device="cuda")
+        x, d = memory[offset : offset + 60].view(5, 12), memory[1000 + offset : 1015 + offset].view(5, 3)
+        found, sums = dense_gradient(x, d, None, bias=True)
+        torch.testing.assert_close(found, d.double().T @ x.double(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(sums, d.double().sum(0), rtol=1e-12, atol=1e-12)
 
 
 def test_recorded_steps_of_standardized_kernels():

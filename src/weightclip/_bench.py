@@ -2,7 +2,7 @@
 
 Every mode trains the same model on the same batch with Adam; the clock runs over zero_grad, forward, loss, backward and
 step, after warm-up, and the modes take turns so that a slow spell hits all of them. Loading data is left out. On a GPU
-the clock stops every 32 steps (eight, two if they are slow): in training nothing waits for the device after each step.
+the clock stops every 64 steps (eight, two if they are slow): in training nothing waits for the device after each step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weightclip.factors import CapNorm, Product
 from weightclip.models import MLP, ConvNet, WideResNet
 from weightclip.sampling import BatchInfo
 
-_BLOCKS = ((0.01, 32), (0.05, 8), (math.inf, 2))  # steps shorter than so many seconds, so many a look at the clock
+_BLOCKS = ((0.01, 64), (0.05, 8), (math.inf, 2))  # steps shorter than so many seconds, so many a look at the clock
 MODES = ("plain", "weights", "factors", "both", "joint-cap", "weights-fast", "opacus-hooks", "opacus-ghost")
 GRAPHED = ("plain-graph", "weights-graph", "factors-graph", "both-graph", "joint-cap-graph")  # the step as a CUDA graph
 COLUMNS = ("device", "model", "batch", "mode", "ms", "ratio", "peak_gib", "spread", "precision")

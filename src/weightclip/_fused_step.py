@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _WARM = 2  # ordinary steps of a size before it is recorded
 _MOST = 32  # graphs kept
-_CHECKED = 64  # every so many steps the ordinary way is taken, which looks whether weights are finite
+_CHECKED = 64  # every so many steps the host looks whether weights and bounds are finite
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Recorded:
     gradients: list[Tensor]
     flat: Tensor | None  # all gradients in one piece, where they lie so
     whole: bool  # whether the optimiser's step is in the graph
-    bounds: tuple[Tensor, Tensor | None]
+    bounds: tuple[Tensor, Tensor | None, Tensor | None]
     kept: list[Any]
 
 
@@ -113,10 +113,13 @@ class FusedStep:
         fixed = self._optimizer.fixed()
         key = (*shape, *self._circumstances(), fixed)
         known = key in self._graphs
-        if engine.steps % _CHECKED == 0 or (not known and self._runs.get(key, 0) < _WARM):
+        often = engine.steps % _CHECKED == 0
+        if not known and (often or self._runs.get(key, 0) < _WARM):
             self._runs[key] = self._runs.get(key, 0) + 1
             return self._ordinary(inputs.x, inputs.y)
         engine._admit()
+        if often:
+            engine._refuse_unfit()
         if not known and not self._record(key, inputs, fixed is not None):
             return self._ordinary(inputs.x, inputs.y)
         return self._replay(self._graphs[key])
@@ -140,7 +143,7 @@ class FusedStep:
         # charge first: an interruption after this line may waste budget but never hides a release
         found.noise.set(engine._charge())
         found.graph.replay()
-        engine._sensitivities, engine._factors = found.bounds
+        engine._sensitivities, engine._factors, engine._reach = found.bounds
         value = found.value.clone()
         if found.whole:
             for block in release.blocks:
@@ -197,7 +200,7 @@ class FusedStep:
             _weights.clear()
             constant.cache_clear()  # graphs keep the memory they read
             return False
-        bounds, kept = (engine._sensitivities, engine._factors), [reads.kept, caches[1]]
+        bounds, kept = (engine._sensitivities, engine._factors, engine._reach), [reads.kept, caches[1]]
         self._graphs[key] = _Recorded(graph, noise, inputs, value, gradients, flat, whole, bounds, kept)
         return True
 

@@ -66,8 +66,9 @@ class TrainingLoop:
     _settings: tuple[Any, ...]
     _sensitivities: Tensor
     _factors: Tensor | None  # of the noise, where they were computed with the sensitivities
+    _reach: Tensor | None = None  # l2 bounds of layers' inputs, where they were computed with them
     _recorder: Recorder
-    _constants: dict[Any, tuple[Tensor, Tensor | None]]  # sensitivities that do not depend on weights
+    _constants: dict[Any, tuple[Tensor, Tensor | None, Tensor | None]]  # sensitivities that do not depend on weights
     _autocast: torch.dtype | None
     _info: BatchInfo | None
     _collecting: bool = False
@@ -164,10 +165,10 @@ class TrainingLoop:
         self._versions = self._watch.versions()
         often = self.device.type == "cpu" or self.steps % 64 == 0  # on a device this waits for it
         plain = self._quantiles is None and self._entrywise is None
-        if plain and (not often or self._gains.weightless):
-            self._sensitivities, self._factors = self._recorded()
-            if often and not self._release.finite():
-                raise ContractError(_NOT_FINITE)
+        if plain and (self.device.type != "cpu" or self._gains.weightless):
+            self._sensitivities, self._factors, self._reach = self._recorded()
+            if often:
+                self._refuse_unfit()
             return
         try:
             evaluations = self._evaluate()
@@ -187,8 +188,18 @@ class TrainingLoop:
         if often and (huge or not bool(finite)):
             raise ContractError(_NOT_FINITE)
 
-    def _recorded(self) -> tuple[Tensor, Tensor | None]:
-        """Sensitivities and factors of the noise on a device: recorded, and replayed while nothing but values changes.
+    def _refuse_unfit(self) -> None:
+        """Stop where the last bounds, or the present weights, are not finite or far too large; waits for the device."""
+        fit: Any = self._release.finite()
+        if self._sensitivities.is_cuda:
+            fit = fit & torch.isfinite(self._sensitivities).all()
+        if self._reach is not None:
+            fit = fit & ~((self._reach > _OVERFLOW) & (self._reach < math.inf)).any()
+        if not bool(fit):
+            raise ContractError(_NOT_FINITE)
+
+    def _recorded(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Sensitivities, factors of the noise and l2 bounds of inputs: recorded, and replayed while only values change.
 
         The key holds what the evaluation reads besides the values of weights and buffers: the graph of the present
         mode, how passes round, the loss's bound, where tensors lie, and whether clipping has left norms to start from.
@@ -198,12 +209,14 @@ class TrainingLoop:
         if constant in self._constants:
             return self._constants[constant]
 
-        def work() -> tuple[Tensor, Tensor | None]:
-            sensitivities = self._release.sensitivities(self._evaluate())
+        def work() -> tuple[Tensor, Tensor | None, Tensor | None]:
+            evaluations = self._evaluate()
+            sensitivities = self._release.sensitivities(evaluations)
             if sensitivities.device.type == "cpu":
-                return sensitivities, None
+                return sensitivities, None, None
             with torch.no_grad():
-                return sensitivities, self._release.factors(sensitivities)
+                reach = [e.x.double() for e in evaluations.values() if isinstance(e.x, Tensor)]
+                return sensitivities, self._release.factors(sensitivities), torch.stack(reach) if reach else None
 
         if self._gains.weightless:
             return self._constants.setdefault(constant, work())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightclip.factors._kernel import _triton_found
+from weightclip.factors._kernel import _triton_found, launch
 from weightclip.factors._limits import transforming
 
 _CLASSES = 1024  # more would need more rounding slack than losses allow for
@@ -36,11 +36,11 @@ def project(x: Tensor, radius: float) -> Tensor:
         Those of ``_gate.project_records``; each record is a program of its own.
     """
     out, size = torch.empty_like(x), x.numel() // x.shape[0]
-    with torch.cuda.device_of(x):
-        _kernels().projected[(x.shape[0],)](
-            x, out, size, 0.0 if math.isinf(radius) else float(radius), not math.isinf(radius),
-            1024 if size > 512 else 128, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _kernels().projected, (x.shape[0], 1, 1),
+        x, out, size, 0.0 if math.isinf(radius) else float(radius), not math.isinf(radius),
+        1024 if size > 512 else 128, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -56,11 +56,11 @@ def cross_entropy(
     """
     values, gradient = torch.empty(z.shape[0], device=z.device), torch.empty_like(z)
     block = 1 << (z.shape[1] - 1).bit_length()
-    with torch.cuda.device_of(z):
-        _kernels().cross_entropy[(z.shape[0],)](
-            z, y, values, gradient, z.shape[1], ignored, float(temperature), float(outer), float(factor), block,
-            num_warps=1 if block <= 128 else 4,
-        )  # fmt: skip
+    launch(
+        _kernels().cross_entropy, (z.shape[0], 1, 1),
+        z, y, values, gradient, z.shape[1], ignored, float(temperature), float(outer), float(factor), block,
+        num_warps=1 if block <= 128 else 4,
+    )  # fmt: skip
     return values, gradient
 
 
@@ -70,10 +70,11 @@ def scale_blocks_(values: Tensor, factors: Tensor, ends: Tensor) -> None:
     Formal guarantees:
         Each factor is rounded to float32, and each product once: what ``torch._foreach_mul_`` does by block.
     """
-    with torch.cuda.device_of(values):
-        _kernels().scaled[(-(-values.numel() // 1024),)](
-            values, factors, ends, values.numel(), len(ends), len(ends).bit_length(), 1024, num_warps=4
-        )
+    size, blocks = values.numel(), len(ends)
+    launch(
+        _kernels().scaled, (-(-size // 1024), 1, 1),
+        values, factors, ends, size, blocks, blocks.bit_length(), 1024, num_warps=4,
+    )  # fmt: skip
 
 
 @functools.cache

@@ -59,14 +59,14 @@ def weight_gradient(
     share = -(-total // (parts * depth)) * depth
     parts = -(-total // share)
     found = torch.empty(parts, out, columns + together, dtype=torch.float64, device=x.device)
-    launch = _kernels().products[(-(-out // rows), -(-columns // cols), parts)]
-    with torch.cuda.device_of(x):  # kernels start on the current device, which need not be the tensor's
-        launch(
-            x, d, x if scale is None else scale, found, x.shape[1], x.shape[2], x.shape[3], out, d.shape[2],
-            d.shape[3], total, share, columns, *x.stride(), *d.stride(), kernel[1], *stride, *padding, *dilation,
-            scale is not None, x.stride(1) == 1 and x.shape[1] > 1, together, rows, cols, depth, num_warps=4,
-            num_stages=3,
-        )  # fmt: skip
+    grid = (-(-out // rows), -(-columns // cols), parts)
+    launch(
+        _kernels().products, grid,
+        x, d, x if scale is None else scale, found, x.shape[1], x.shape[2], x.shape[3], out, d.shape[2],
+        d.shape[3], total, share, columns, *x.stride(), *d.stride(), kernel[1], *stride, *padding, *dilation,
+        scale is not None, x.stride(1) == 1 and x.shape[1] > 1, together, rows, cols, depth, num_warps=4,
+        num_stages=3,
+    )  # fmt: skip
     whole, channels = found if parts == 1 else found.sum(0), x.shape[1]
     across = columns + together
     # one view instead of a slice, a view and a permutation: small networks wait for the host
@@ -111,11 +111,11 @@ def record_sums(d: Tensor, scale: Tensor | None, x: Tensor | None = None) -> Ten
     parts = -(-total // share)
     other = d if x is None else x
     found = torch.empty(parts, 1 if x is None else 2, channels, dtype=torch.float64, device=d.device)
-    with torch.cuda.device_of(d):
-        _kernels().sums[(across, parts)](
-            other, d, d if scale is None else scale, found, channels, d.shape[2], total, share, *other.stride(),
-            *d.stride(), scale is not None, x is not None, wide, depth, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _kernels().sums, (across, parts, 1),
+        other, d, d if scale is None else scale, found, channels, d.shape[2], total, share, *other.stride(),
+        *d.stride(), scale is not None, x is not None, wide, depth, num_warps=4,
+    )  # fmt: skip
     return found[0] if parts == 1 else found.sum(0)
 
 
@@ -144,14 +144,46 @@ def fused_scale(
     out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     x_size, d_size, tiny = x.numel() // len(x), d.numel() // len(d), torch.finfo(torch.float32).tiny
     last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
-    launch = _kernels().scales[(x.shape[0],)]
-    with torch.cuda.device_of(x):
-        launch(
-            x, d, x if counts is None else counts, limits, out, x_size, d_size, x.stride(0), d.stride(0),
-            1 if counts is None else counts.numel(), tiny * x_size, tiny * d_size, bias, counts is not None,
-            x.shape[1] if last else 0, flags, TINY, SMALLEST, 1024 if max(x_size, d_size) > 512 else 128, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _kernels().scales, (x.shape[0], 1, 1),
+        x, d, x if counts is None else counts, limits, out, x_size, d_size, x.stride(0), d.stride(0),
+        1 if counts is None else counts.numel(), tiny * x_size, tiny * d_size, bias, counts is not None,
+        x.shape[1] if last else 0, flags, TINY, SMALLEST, 1024 if max(x_size, d_size) > 512 else 128, num_warps=4,
+    )  # fmt: skip
     return out
+
+
+def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) -> None:
+    """``kernel[grid](*args, **options)``, in a fraction of the host's time once such arguments have been seen.
+
+    Triton looks at every argument to find the compiled variant: at types, alignments, and whether numbers are one or
+    multiples of 16. The same numbers and alignments find the same one. All arguments are given by position.
+    """
+    device = args[0].get_device()
+    if device >= 0 and device != torch.cuda.current_device():  # kernels start on the current one
+        with torch.cuda.device(device):
+            return launch(kernel, grid, *args, **options)
+    key = (id(kernel), device, *[(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else a for a in args])
+    found = _compiled.get(key)
+    if found is not None:
+        found[grid](*args)
+        return None
+    found = kernel[grid](*args, **options)  # None in the interpreter
+    if found is not None and _takes_all_arguments():
+        if len(_compiled) >= 4096:  # batches of many sizes
+            _compiled.clear()
+        _compiled[key] = found
+    return None
+
+
+_compiled: dict[Any, Any] = {}
+
+
+@functools.cache
+def _takes_all_arguments() -> bool:
+    """Whether compiled kernels are launched with the arguments of the JIT function, as Triton has done since 3.4."""
+    version = importlib.import_module("triton").__version__
+    return (3, 4) <= tuple(int(part) for part in version.split(".")[:2]) < (4, 0)
 
 
 def _dense(t: Tensor) -> bool:
