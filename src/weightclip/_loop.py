@@ -265,12 +265,13 @@ class TrainingLoop:
             raise ContractError("backward() of a loss from an earlier draw: its batch was released or dropped already.")
         for block in self._release.blocks:
             block.parameter.grad = None
-        with self._collection():
-            torch.autograd.backward(output, gradient.to(output.dtype))
+        for index, found in enumerate(self._gradients(output, gradient, self._release.parameters)):
+            if found is not None:
+                self._release.add(index, found)
         self._backward_seen = True
 
     def _gradients(self, output: Tensor, gradient: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """The same for leaves that stand for the parameters, one for each block; sums under a joint cap are added."""
+        """Gradients of the parameters, or of leaves in their place; those under a joint cap go to the sum at once."""
         with self._collection():
             return torch.autograd.grad(output, leaves, gradient.to(output.dtype), allow_unused=True)
 
@@ -285,11 +286,9 @@ class TrainingLoop:
             self._collecting = False
             self._joint.uses = outer
 
-    def _take(self, index: int, parameter: Tensor) -> None:
-        """Post-accumulate hook: a parameter's fresh gradient moves to the sum, or nowhere; ``.grad`` is left empty."""
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is not None and self._collecting:
-            self._release.add(index, gradient)
+    def _drop(self, parameter: Tensor) -> None:
+        """Post-accumulate hook: a gradient that was not collected goes nowhere; ``.grad`` is left empty."""
+        parameter.grad = None
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
