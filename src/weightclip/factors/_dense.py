@@ -139,6 +139,8 @@ class DenseFunction(torch.autograd.Function):
                 if by_kernel and dtype == torch.float64 and ctx.needs_input_grad[1]:
                     gw, gb = dense_gradient(x, d, scale, ctx.needs_input_grad[2])
                     return gx, laid_out(gw, weight), gb if gb is None else gb.to(weight.dtype), *_rest(ctx)
+                if x.is_cpu and d.numel() <= _CACHE and not transforming():
+                    d = d.double()  # one copy for both gradients
                 if ctx.needs_input_grad[1]:
                     gw = dense_product(x, d, scale, dtype, chunk).to(weight.dtype)
                 if ctx.needs_input_grad[2]:
