@@ -59,6 +59,8 @@ def test_projection_of_bad_records_is_zero_and_touches_no_other() -> None:
     assert torch.equal(out[[0, 2, 5]], good[[0, 2, 5]])
     assert torch.equal(project_records(x, math.inf)[0], x[0])
     assert not project_records(x, math.inf)[[1, 3, 4]].any()
+    huge = torch.full((4, 3), 3e38)  # finite, though their sum is not
+    assert torch.equal(project_records(huge, math.inf), huge)
 
 
 @pytest.mark.parametrize("detach", [False, True])

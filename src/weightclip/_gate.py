@@ -63,6 +63,8 @@ def project_records(x: Tensor, radius: float, detach: bool = False) -> Tensor:
 def _project_values(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
     """The same in few passes, where no derivative is asked for: squares of float32 fit into float64."""
     if x.device.type == "cpu" and radius >= 1e-10:  # smaller norms may be squares that vanish
+        if math.isinf(radius) and math.isfinite(x.sum().item()):  # an entry that is not finite would show in the sum
+            return x
         norm = torch.linalg.vector_norm(x, 2, dims, keepdim=True)
         scaled = x if math.isinf(radius) else x * _over(radius, norm).clamp_(max=1.0)
         if x.shape[0] == 0 or float(norm.max()) < 1e15:  # no NaN, and no square is infinite: float32 will do
