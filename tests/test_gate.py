@@ -174,3 +174,12 @@ def test_training_on_records_larger_than_certified_is_refused() -> None:
         model(x)
     with torch.no_grad():
         model(x)  # looking at predictions is free
+
+
+def test_the_wall_is_refused_under_a_transform() -> None:
+    """There its output would not be what the criterion takes it for."""
+    run = private(mlp(), table(8))
+    x, _ = next(iter(run.loader))
+    weights = {name: p.detach() for name, p in run.model.named_parameters()}
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda w: torch.func.functional_call(run.model, w, (x,)).sum())(weights)

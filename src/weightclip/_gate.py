@@ -16,7 +16,7 @@ from weightclip._graph import refuse_other_shapes
 from weightclip._row_kernels import fits, project
 from weightclip.errors import ContractError
 from weightclip.factors import is_plain
-from weightclip.factors._limits import transforming
+from weightclip.factors._limits import Eager, transforming
 
 _HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "Squeeze", "Unsqueeze", "Transpose", "T",
@@ -156,7 +156,7 @@ def _laid_alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
-class _Wall(torch.autograd.Function):
+class _Wall(Eager):
     """The model's output, cut off from the model: a backward pass ends here."""
 
     @staticmethod

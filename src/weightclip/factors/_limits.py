@@ -175,7 +175,18 @@ def product_rounding(terms: int, product: torch.dtype) -> float:
     return 2.0**-23 + (terms + 4) * (2.0**-23 if product == torch.float32 else 2.0**-52)
 
 
-def eager_twin(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+class Eager(torch.autograd.Function):
+    """A Function for ordinary use, called faster; under a transform torch refuses it as any without setup_context."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As ``Function.apply``, without a look at each argument for remains of a transform."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def eager_twin(function: type[torch.autograd.Function]) -> type[Eager]:
     """The same Function with forward and setup_context in one: outside transforms torch calls it far faster.
 
     ``torch.func`` and ``torch.compile`` need the original.
@@ -186,11 +197,8 @@ def eager_twin(function: type[torch.autograd.Function]) -> type[torch.autograd.F
         function.setup_context(ctx, args, output)
         return output
 
-    def apply(cls, *args):  # without the detour for transforms
-        return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
-
-    methods = {"forward": staticmethod(forward), "backward": function.backward, "apply": classmethod(apply)}
-    return type(f"Eager{function.__name__}", (torch.autograd.Function,), methods)
+    methods = {"forward": staticmethod(forward), "backward": function.backward}
+    return type(f"Eager{function.__name__}", (Eager,), methods)
 
 
 def unchunked(dtype: torch.dtype, chunk: int) -> tuple[torch.dtype, int]:
