@@ -38,7 +38,7 @@ class _Held:
             and all(map(operator.is_, map(_attributes, self.modules), self.attributes))
             and [*chain.from_iterable(self.tables)] == self.names
             and all(map(operator.is_, chain.from_iterable(map(dict.values, self.tables)), self.values))
-            and all(now == then for now, then in self.lists)
+            and all(len(now) == len(then) and all(map(operator.is_, now, then)) for now, then in self.lists)
         )
 
 
