@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import weightclip as wc
 import weightclip.factors._conv as conv
 import weightclip.factors._dense as dense
+import weightclip.factors._joint as joint
 from weightclip._record import Recorder
 from weightclip.factors._kernel import dense_gradient
 from weightclip.sampling import BatchInfo
@@ -54,7 +55,7 @@ def train(bounds: wc.Bounds, steps: int, half: bool = False) -> tuple[Tensor, li
 def test_recorded_steps_and_kernels_change_nothing(name, monkeypatch):
     weights, sensitivities = train(BOUNDS[name], 7)
     monkeypatch.setattr(Recorder, "__call__", lambda self, key, work: work())
-    for module in (conv, dense):
+    for module in (conv, dense, joint):
         monkeypatch.setattr(module, "fits", lambda *_: False)
         monkeypatch.setattr(module, "fits_scale", lambda *_: False)
     plain_weights, plain = train(BOUNDS[name], 7)
@@ -219,7 +220,7 @@ def test_recorded_steps_under_autocast():
 @pytest.mark.parametrize("name", ["weights", "factors"])
 def test_half_precision_kernels_agree_with_the_operators(name, monkeypatch):
     weights, _ = train(BOUNDS[name], 3, half=True)
-    for module in (conv, dense):
+    for module in (conv, dense, joint):
         monkeypatch.setattr(module, "fits", lambda *_: False)
         monkeypatch.setattr(module, "fits_scale", lambda *_: False)
     plain, _ = train(BOUNDS[name], 3, half=True)

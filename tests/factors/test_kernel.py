@@ -9,7 +9,7 @@ from tests.triton_kit import kernel_device, run_interpreted
 
 from weightclip.factors import _kernel
 from weightclip.factors._conv import patch_norm_squared, patch_weights
-from weightclip.factors._kernel import dense_gradient, fits, fused_scale, record_sums, weight_gradient
+from weightclip.factors._kernel import dense_gradient, fits, fused_norms, fused_scale, record_sums, weight_gradient
 from weightclip.factors._limits import record_scale, squared_norm
 
 CASES = [  # records, in, out, size, stride, padding, dilation, kernel
@@ -124,6 +124,22 @@ def test_fused_scales_are_those_of_the_norms(flags, last, interpreter):
     assert found[6] == 1 and 0 < found[0] < 1 and found[3] == found[4] == found[5] == 0
     dense = record_scale((squared_norm(x) + bias).sqrt(), squared_norm(d).sqrt(), limits, flags)
     torch.testing.assert_close(fused_scale(x, d, limits, flags, bias), dense, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("last", [False, True])
+def test_fused_norms_are_those_of_the_factors(last, interpreter):
+    form = torch.channels_last if last else torch.contiguous_format
+    x = torch.randn(6, 4, 8, 7, device=interpreter).contiguous(memory_format=form)
+    d = torch.randn(6, 3, 4, 5, device=interpreter).contiguous(memory_format=form)
+    x[1], d[2], x[3, 0, 0, 0], x[4], d[5] = 0.0, 0.0, float("nan"), 1e30, float("inf")
+    conf, bias = ((3, 3), (2, 1), (1, 1), (1, 0)), 0.04 * 20
+    expected = (patch_norm_squared(x, (4, 5), *conf) + bias).sqrt() * squared_norm(d).sqrt()
+    found = fused_norms(x, d, bias, patch_weights(x, (4, 5), *conf))
+    torch.testing.assert_close(found[:3], expected[:3], rtol=1e-5, atol=0.0)
+    assert not torch.isfinite(found[3:]).any() and not torch.isnan(found).any()
+    dense = (squared_norm(x[:3]) + bias).sqrt() * squared_norm(d[:3]).sqrt()
+    torch.testing.assert_close(fused_norms(x[:3], d[:3], bias), dense, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -76,7 +76,7 @@ def channel_sums(d: Tensor, scale: Tensor | None, alone: bool = False) -> Tensor
 def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_padding) -> Tensor:
     """Weight gradient of the batch from scaled cotangents, in ``dtype``, chunks summed in float64."""
     stride, padding, dilation, groups = conf
-    if dtype == torch.float64 and _by_kernel(x, d, groups, transposed):
+    if dtype == torch.float64 and by_kernel(x, d, groups, transposed):
         return weight_gradient(x, d, scale, weight.shape[2:], stride, padding, dilation)[0]
     alone = chunk == 1 and x.device.type == "cpu" and not transforming()  # each record is scaled when its turn comes
     if not alone:
@@ -202,7 +202,7 @@ class ConvFunction(torch.autograd.Function):
                     else:
                         scale = record_scale(x_norm, d_norm, limits, flags, *ctx.counter)
                 conf = (stride, padding, dilation, groups)
-                if ctx.needs_input_grad[1] and dtype == torch.float64 and _by_kernel(x, d, groups, transposed):
+                if ctx.needs_input_grad[1] and dtype == torch.float64 and by_kernel(x, d, groups, transposed):
                     sizes = weight.shape[2:], stride, padding, dilation
                     gw, gb = weight_gradient(x, d, scale, *sizes, ctx.needs_input_grad[2])
                     return gx, laid_out(gw, weight), gb if gb is None else gb.to(weight.dtype), *_rest(ctx)
@@ -213,7 +213,8 @@ class ConvFunction(torch.autograd.Function):
         return gx, gw, gb, *_rest(ctx)
 
 
-def _by_kernel(x: Tensor, d: Tensor, groups: int, transposed: bool) -> bool:
+def by_kernel(x: Tensor, d: Tensor, groups: int, transposed: bool) -> bool:
+    """Whether ``weight_gradient`` can take these factors."""
     return x.dim() == 4 and groups == 1 and not transposed and fits(x, d)
 
 

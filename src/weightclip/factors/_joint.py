@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from weightclip.factors._affine import affine_record_norm, shaped, summed
-from weightclip.factors._conv import conv_product, patch_norm_squared
+from weightclip.factors._conv import by_kernel, conv_product, patch_norm_squared, patch_weights
 from weightclip.factors._dense import bias_product, dense_product, position_gram
+from weightclip.factors._kernel import dense_gradient, fits, fits_scale, fused_norms, laid_out, weight_gradient
 from weightclip.factors._limits import masked, own, squared_norm
 from weightclip.factors._record_norms import CHEAPEST, FREE, Geometry, conv_record_norm
 
@@ -151,16 +152,22 @@ def _record_norm(use: _Use, caps: int) -> Tensor:
     """Norm (exact, or an upper bound) of each record's gradient of this use, beta on the bias."""
     layer, x, d = use.layer, use.x, use.d
     beta = layer._wc_beta if getattr(layer, "bias", None) is not None and layer.bias.requires_grad else 0.0
-    d_norm, product = squared_norm(d).sqrt(), layer._wc_product.dtype
+    product = layer._wc_product.dtype
     if isinstance(layer, nn.Linear):
         if math.prod(x.shape[1:-1]) > 1:
             return position_gram(x, d, beta, product)
-        return (squared_norm(x) + beta**2).sqrt() * d_norm
+        if fits_scale(x, d, 1):
+            return fused_norms(x, d, beta**2)
+        return (squared_norm(x) + beta**2).sqrt() * squared_norm(d).sqrt()
     if isinstance(layer, nn.Embedding):
-        return d_norm * math.sqrt(max(1, math.prod(x.shape[1:])))
+        return squared_norm(d).sqrt() * math.sqrt(max(1, math.prod(x.shape[1:])))
     if isinstance(layer, nn.modules.conv._ConvNd):
         stride, padding, dilation, groups, transposed, _ = use.conf
         kernel, out = tuple(layer.kernel_size), tuple(d.shape[2:])
+        if caps == FREE and not transposed and fits_scale(x, d, 1):
+            counts = patch_weights(x, out, kernel, stride, dilation, padding)
+            return fused_norms(x, d, beta**2 * math.prod(out), counts)
+        d_norm = squared_norm(d).sqrt()
         if transposed:
             m = math.prod(-(-k // (s // math.gcd(s, e))) for k, s, e in zip(kernel, stride, dilation, strict=True))
             return (m * squared_norm(x) + beta**2 * math.prod(out)).sqrt() * d_norm
@@ -180,6 +187,9 @@ def _products(use: _Use, scale: Tensor):
     train_weight = layer.weight.requires_grad
     train_bias = getattr(layer, "bias", None) is not None and layer.bias.requires_grad
     if isinstance(layer, nn.Linear):
+        if train_weight and dtype == torch.float64 and fits(x, d):
+            yield from _both(layer, *dense_gradient(x, d, scale, train_bias))
+            return
         if train_weight:
             yield layer.weight, dense_product(x, d, scale, dtype, chunk)
         if train_bias:
@@ -190,6 +200,10 @@ def _products(use: _Use, scale: Tensor):
         yield layer.weight, torch.ops.aten.embedding_dense_backward(values, x, rows, skip, False)
     elif isinstance(layer, nn.modules.conv._ConvNd):
         stride, padding, dilation, groups, transposed, extra = use.conf
+        if train_weight and dtype == torch.float64 and by_kernel(x, d, groups, transposed):
+            kernel = layer.weight.shape[2:]
+            yield from _both(layer, *weight_gradient(x, d, scale, kernel, stride, padding, dilation, train_bias))
+            return
         if train_weight:
             conf = (stride, padding, dilation, groups)
             yield layer.weight, conv_product(x, d, scale, layer.weight, conf, dtype, chunk, transposed, extra)
@@ -202,3 +216,9 @@ def _products(use: _Use, scale: Tensor):
             yield layer.weight, summed(ds * xs, layer.weight.shape, first)
         if train_bias:
             yield layer.bias, summed(ds, layer.weight.shape, first)
+
+
+def _both(layer: Any, weight: Tensor, bias: Tensor | None):
+    yield layer.weight, laid_out(weight, layer.weight)
+    if bias is not None:
+        yield layer.bias, bias

@@ -153,6 +153,11 @@ def fused_scale(
     return out
 
 
+def fused_norms(x: Tensor, d: Tensor, bias: float, counts: Tensor | None = None) -> Tensor:
+    """The product of the norms of each record's two factors, infinite where one is not finite; as ``fused_scale``."""
+    return fused_scale(x, d, x, 8, bias, counts)
+
+
 def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) -> None:
     """``kernel[grid](*args, **options)``, in a fraction of the host's time once such arguments have been seen.
 

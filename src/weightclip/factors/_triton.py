@@ -110,7 +110,8 @@ def scales(
     WEIGHTED: tl.constexpr, CHANNELS: tl.constexpr, FLAGS: tl.constexpr, FLOOR: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One record a program: the norms of its two factors, and its scale (``_limits.record_scale``).
+    """One record a program: the norms of its two factors, and its scale (``_limits.record_scale``), or with FLAGS = 8
+    the product of the norms, infinite where it is not finite.
 
     CHANNELS is the number of channels where they lie last, 0 where positions do; ``counts`` weighs positions.
     """
@@ -131,6 +132,10 @@ def scales(
         value = tl.load(d + n * d_step + e, mask=e < d_size, other=0.0).to(tl.float32)
         total += value * value
     d_norm = tl.sqrt_rn(tl.sum(total, 0) + tiny_d)
+    if FLAGS == 8:
+        product = x_norm * d_norm
+        tl.store(out + n, tl.where(product < float("inf"), product, float("inf")))
+        return
     scale = x_norm * 0.0 + 1.0
     if FLAGS & 1:
         scale = scale * tl.minimum(tl.div_rn(tl.load(limits), tl.maximum(x_norm, FLOOR)), 1.0)
