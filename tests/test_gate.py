@@ -59,6 +59,8 @@ def test_projection_of_bad_records_is_zero_and_touches_no_other() -> None:
     assert torch.equal(out[[0, 2, 5]], good[[0, 2, 5]])
     assert torch.equal(project_records(x, math.inf)[0], x[0])
     assert not project_records(x, math.inf)[[1, 3, 4]].any()
+    huge = torch.full((4, 3), 3e38)  # finite, though their sum is not
+    assert torch.equal(project_records(huge, math.inf), huge)
 
 
 @pytest.mark.parametrize("detach", [False, True])
@@ -172,3 +174,12 @@ def test_training_on_records_larger_than_certified_is_refused() -> None:
         model(x)
     with torch.no_grad():
         model(x)  # looking at predictions is free
+
+
+def test_the_wall_is_refused_under_a_transform() -> None:
+    """There its output would not be what the criterion takes it for."""
+    run = private(mlp(), table(8))
+    x, _ = next(iter(run.loader))
+    weights = {name: p.detach() for name, p in run.model.named_parameters()}
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda w: torch.func.functional_call(run.model, w, (x,)).sum())(weights)

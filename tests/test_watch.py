@@ -163,7 +163,10 @@ def test_other_attributes_may_change() -> None:
     model = mlp()
     run = private(model, table(8)).train()
     model.note, model[0]._private = 3, 4  # pyright: ignore[reportArgumentType]
-    assert run.train().engine.steps == 2
+    model.seen = [torch.zeros(2)]  # pyright: ignore[reportArgumentType]
+    run.train()
+    model.seen[0] = torch.ones(2)  # pyright: ignore[reportIndexIssue]
+    assert run.train().engine.steps == 3
 
 
 class Listed(nn.Module):

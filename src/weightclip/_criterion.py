@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from weightclip.errors import ContractError
+from weightclip.factors._limits import Eager
 from weightclip.losses import Loss
 
 if TYPE_CHECKING:
     from weightclip.engine import PrivacyEngine
 
 
-class _Summed(torch.autograd.Function):
+class _Summed(Eager):
     """Value: sum over records / expected batch size. Backward: the engine collects the certified gradients, once."""
 
     @staticmethod

@@ -16,7 +16,7 @@ from weightclip._graph import refuse_other_shapes
 from weightclip._row_kernels import fits, project
 from weightclip.errors import ContractError
 from weightclip.factors import is_plain
-from weightclip.factors._limits import transforming
+from weightclip.factors._limits import Eager, transforming
 
 _HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "Squeeze", "Unsqueeze", "Transpose", "T",
@@ -63,8 +63,10 @@ def project_records(x: Tensor, radius: float, detach: bool = False) -> Tensor:
 def _project_values(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
     """The same in few passes, where no derivative is asked for: squares of float32 fit into float64."""
     if x.device.type == "cpu" and radius >= 1e-10:  # smaller norms may be squares that vanish
+        if math.isinf(radius) and math.isfinite(x.sum().item()):  # an entry that is not finite would show in the sum
+            return x
         norm = torch.linalg.vector_norm(x, 2, dims, keepdim=True)
-        scaled = x if math.isinf(radius) else x * norm.reciprocal().mul_(radius).clamp_(max=1.0)
+        scaled = x if math.isinf(radius) else x * _over(radius, norm).clamp_(max=1.0)
         if x.shape[0] == 0 or float(norm.max()) < 1e15:  # no NaN, and no square is infinite: float32 will do
             return scaled
         good = (norm < 1e15).flatten()
@@ -73,6 +75,11 @@ def _project_values(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
         scaled[~good] = _project_widely(x[~good], radius, dims)
         return scaled
     return project(x, radius) if fits(x) else _project_widely(x, radius, dims)
+
+
+def _over(radius: float, norm: Tensor) -> Tensor:
+    """``radius / norm`` as torch computes it, in fewer passes."""
+    return norm.reciprocal() if radius == 1 else norm.reciprocal().mul_(radius)
 
 
 def _project_widely(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
@@ -149,7 +156,7 @@ def _laid_alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
-class _Wall(torch.autograd.Function):
+class _Wall(Eager):
     """The model's output, cut off from the model: a backward pass ends here."""
 
     @staticmethod

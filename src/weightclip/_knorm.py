@@ -94,7 +94,7 @@ class Entrywise:
         assert module is not None
         room = 1 + (math.prod(op.out_shape) + math.prod(op.shapes[0]) + 64) * _U  # norms and scales are float32
         beta = (plan.bounds.of("bias_scale", path) or 1.0) if _trains_bias(module) else 0.0
-        x = plan._inputs(node, outputs)[0]
+        x = plan._inputs(index, outputs)[0]
         radius, cotangent = plan.limit("layer_radius", path), plan.limit("cotangent_radius", path)
         if radius is not None:
             x = least(x, times(room, radius))

@@ -174,7 +174,7 @@ class TrainingLoop:
             evaluations = self._evaluate()
             self._sensitivities, self._factors = self._release.sensitivities(evaluations), None
         except CertificationError:  # an infinite weight looks like a layer without a bound
-            if bool(torch.isfinite(self._release.total()).all()):
+            if self._release.finite():
                 raise
             raise ContractError(_NOT_FINITE) from None
         on_host = self._sensitivities.device.type == "cpu"
@@ -182,7 +182,7 @@ class TrainingLoop:
             torch.isfinite(self._sensitivities).all()
         )  # fmt: skip
         if often and not self.plan.needs_gains:  # the bounds do not look at the weights then
-            finite = finite & torch.isfinite(self._release.total()).all()
+            finite = finite & self._release.finite()
         # an activation beyond float32 would make its record's gradient NaN, and with it the sum
         huge = often and any(_OVERFLOW < float(e.x) < math.inf for e in evaluations.values())
         if often and (huge or not bool(finite)):
@@ -190,7 +190,7 @@ class TrainingLoop:
 
     def _fit(self) -> bool:
         """Whether the last bounds and the present weights are finite and not far too large; waits for the device."""
-        fit = torch.isfinite(self._release.total()).all()
+        fit: Any = self._release.finite()
         if not self._sensitivities.is_cpu:
             fit = fit & torch.isfinite(self._sensitivities).all()
         if self._reach is not None:
@@ -264,12 +264,13 @@ class TrainingLoop:
             raise ContractError("backward() of a loss from an earlier draw: its batch was released or dropped already.")
         for block in self._release.blocks:
             block.parameter.grad = None
-        with self._collection():
-            torch.autograd.backward(output, gradient.to(output.dtype))
+        for index, found in enumerate(self._gradients(output, gradient, self._release.parameters)):
+            if found is not None:
+                self._release.add(index, found)
         self._backward_seen = True
 
     def _gradients(self, output: Tensor, gradient: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """The same for leaves that stand for the parameters, one for each block; sums under a joint cap are added."""
+        """Gradients of the parameters, or of leaves in their place; those under a joint cap go to the sum at once."""
         with self._collection():
             return torch.autograd.grad(output, leaves, gradient.to(output.dtype), allow_unused=True)
 
@@ -284,11 +285,9 @@ class TrainingLoop:
             self._collecting = False
             self._joint.uses = outer
 
-    def _take(self, index: int, parameter: Tensor) -> None:
-        """Post-accumulate hook: a parameter's fresh gradient moves to the sum, or nowhere; ``.grad`` is left empty."""
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is not None and self._collecting:
-            self._release.add(index, gradient)
+    def _drop(self, parameter: Tensor) -> None:
+        """Post-accumulate hook: a gradient that was not collected goes nowhere; ``.grad`` is left empty."""
+        parameter.grad = None
 
     # -- the step -----------------------------------------------------------------------------------------------------
 

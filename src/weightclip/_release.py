@@ -76,10 +76,12 @@ class Release:
     def _views(self, flat: Tensor) -> list[Tensor]:
         return list(_unflatten_dense_tensors(flat, self.parameters))
 
-    def total(self) -> Tensor:
-        """Norm of every parameter; not finite exactly when a weight is not (or is far too large)."""
-        norms = torch._foreach_norm([b.parameter.detach() for b in self.blocks])  # pyright: ignore[reportPrivateImportUsage]
-        return torch.stack(norms)
+    def finite(self) -> Tensor | bool:
+        """Whether all weights are finite, and none is far too large; on a device nothing waits for the answer."""
+        norms = torch._foreach_norm([p.detach() for p in self.parameters])  # pyright: ignore[reportPrivateImportUsage]
+        if norms[0].is_cpu:
+            return all([math.isfinite(norm) for norm in norms])
+        return torch.isfinite(torch.stack(norms)).all()
 
     def clear(self) -> None:
         """Forget the sum of an abandoned or released step."""
@@ -197,9 +199,15 @@ class Release:
             multiples: Any = [_UP * self.views / b.beta for b in self.blocks]
         else:
             streams.normal_(noise, NOISE, step)
-            if sensitivities.device.type == "cpu":
+            if sensitivities.is_cpu:
                 scales = self.scales(sensitivities).tolist()
                 multiples = [scales[b.layer] * (_UP * self.views) / b.beta for b in self.blocks]
+                if noise.is_cpu and max(multiples) < 1e30:  # the same numbers; NumPy warns of infinite ones
+                    array, start = noise.numpy(), 0
+                    for size, multiple in zip(self.sizes, multiples, strict=True):
+                        array[start : start + size] *= multiple
+                        start += size
+                    return
             else:  # the factors stay on the device: nothing waits
                 factors = self.factors(sensitivities) if factors is None else factors
                 if fits(noise):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weightclip._adaptive import Quantiles
-from weightclip._graph import Graph, Node, trace
+from weightclip._graph import Graph, trace
 from weightclip._rows import Certificate as Certificate
 from weightclip._rows import Row as Row
 from weightclip.bounds import Numerics, Scalar, least, plus, times
@@ -72,8 +72,18 @@ class Plan:
         self.quantiles: Quantiles | None = None  # where limits follow private quantiles
         self.loss_shape = graph.nodes[graph.output].op.out_shape  # of the loss's argument, one record
         self._checked = False
-        self._projections = bounds.projections()
-        self._first_use = {path: uses[0] for path, uses in graph.layers().items()}
+        projections = bounds.projections()
+        at_input = projections.get("", math.inf)
+        self._entries = {i: _projected(at_input, n.op.out_shape) for i, n in enumerate(graph.nodes) if n.is_input}
+        self._radii = {  # of the projections in front of modules, for each of their inputs
+            i: [_projected(projections[node.op.path], shape) for shape in node.op.shapes]
+            for i, node in enumerate(graph.nodes) if node.op.path and node.op.path in projections
+        }  # fmt: skip
+        # gains are taken at a layer's first use, and norms grow with the input
+        self._like_first = {
+            i for uses in graph.layers().values() for i in uses
+            if graph.nodes[i].op.shapes == graph.nodes[uses[0]].op.shapes
+        }  # fmt: skip
         names = ("layer_radius", "cotangent_radius", "layer_cap", "joint_cap", "bias_scale")
         self._limits = {(name, path): bounds.of(name, path) for name in names for path in self.layers}
         # what float32 norms and scales leave of an enforced limit
@@ -140,10 +150,10 @@ class Plan:
                 gains.append((0.0,) * len(node.edges))
                 continue
             if node.is_input:
-                outputs.append(_projected(self._projections.get("", math.inf), node.op.out_shape))
+                outputs.append(self._entries[i])
                 gains.append(())
                 continue
-            inputs = self._inputs(node, outputs)
+            inputs = self._inputs(i, outputs)
             if node.rule is not None:
                 chain, forward = self._static[i]
                 gains.append(chain.gains if half == 1 else tuple(times(g, half) for g in chain.gains))
@@ -151,7 +161,7 @@ class Plan:
                 continue
             assert node.layer is not None and node.op.module is not None
             module = node.op.module
-            at_hand = self._at_hand(node, known)
+            at_hand = self._at_hand(i, known)
             c2 = _host(node.layer.gain(module, node.op, 2, numerics) if at_hand is None else at_hand)
             if isinstance(c2, float) and math.isinf(c2):  # not wanted: every layer's factors are bounded
                 gains.append((c2,))
@@ -162,23 +172,20 @@ class Plan:
             outputs.append(times(_host(node.layer.output(module, node.op, c2, inputs[0])), half))
         return gains, outputs
 
-    def _at_hand(self, node: Node, known: Mapping[str, Scalar]) -> Scalar | None:
-        """A gain that need not be recomputed; it was taken at the layer's first use, and norms grow with the input."""
-        found = known.get(node.op.path)
-        if found is None or (isinstance(found, float) and math.isinf(found)):
-            return found
-        first = self.graph.nodes[self._first_use[node.op.path]]
-        return found if node.op.shapes == first.op.shapes else None
+    def _at_hand(self, index: int, known: Mapping[str, Scalar]) -> Scalar | None:
+        """A gain that need not be recomputed."""
+        found = known.get(self.graph.nodes[index].op.path)
+        return found if index in self._like_first or (isinstance(found, float) and math.isinf(found)) else None
 
-    def _inputs(self, node: Node, outputs: list[Scalar]) -> list[Scalar]:
+    def _inputs(self, index: int, outputs: list[Scalar]) -> list[Scalar]:
         """l2 bounds of a node's inputs, after the projection its module may have.
 
         That projection has gain 1 in the chain: for p = 1 and inf its scale is detached (``InputProjection``).
         """
-        radius = self._projections.get(node.op.path) if node.op.path else None
-        if radius is None:
-            return [outputs[e] for e in node.edges]
-        return [least(outputs[e], _projected(radius, s)) for e, s in zip(node.edges, node.op.shapes, strict=True)]
+        edges, radii = self.graph.nodes[index].edges, self._radii.get(index)
+        if radii is None:
+            return [outputs[e] for e in edges]
+        return [least(outputs[e], radius) for e, radius in zip(edges, radii, strict=True)]
 
     def _refuse_overflow(self, outputs: list[Scalar]) -> None:
         """Behind a value without a bound, activations may overflow to NaN although their own bound is finite.
@@ -225,7 +232,7 @@ class Plan:
         for i in uses:
             node = self.graph.nodes[i]
             assert node.layer is not None and node.op.module is not None
-            x = self._inputs(node, outputs)[0]
+            x = self._inputs(i, outputs)[0]
             module, op = node.op.module, node.op
             a2 = node.layer.factor(module, op, x, beta, 2)
             ap = a2 if p == 2 else node.layer.factor(module, op, x, beta, p)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from typing import Any
@@ -233,11 +232,9 @@ class PrivacyEngine(TrainingLoop):
         self._handles.append(self.model.register_forward_pre_hook(guard, with_kwargs=True))
         self._handles.append(self.model.register_forward_hook(self._gate))
         self._trained = set(places)
-        for index, block in enumerate(blocks):
+        for block in blocks:
             block.parameter.grad = None
-            self._handles.append(
-                block.parameter.register_post_accumulate_grad_hook(functools.partial(self._take, index))
-            )
+            self._handles.append(block.parameter.register_post_accumulate_grad_hook(self._drop))
         self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
         self._amp_before = self.optimizer.__dict__.get("_step_supports_amp_scaling")

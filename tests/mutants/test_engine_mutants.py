@@ -158,10 +158,14 @@ def the_same_noise_again(patch: Patch) -> None:
 
 @mutant(checks.raw_gradients_are_never_seen)
 def raw_gradients_left_in_grad(patch: Patch) -> None:
-    def take(self, index: int, parameter: Tensor) -> None:
-        self._release.add(index, parameter.grad)
+    real = TrainingLoop._collect
 
-    patch.setattr(TrainingLoop, "_take", take)
+    def collect(self, *args) -> None:
+        real(self, *args)
+        for parameter, total in zip(self._release.parameters, self._release.sums, strict=True):
+            parameter.grad = total
+
+    patch.setattr(TrainingLoop, "_collect", collect)
 
 
 @mutant(checks.raw_gradients_are_never_seen)

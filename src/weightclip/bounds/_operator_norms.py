@@ -190,15 +190,15 @@ def _by_numbers(weight: Tensor) -> float | None:
         return None
     a = weight.detach().double()
     gram = a @ a.t() if a.shape[0] < a.shape[1] else a.t() @ a
-    total = float(gram.trace())
-    if not math.isfinite(total):
-        return None
     of_trace, of_gram = _error(a.shape[0], a.shape[1])
     if gram.shape[0] == 2:
         (p, q), (_, r) = gram.tolist()
-        top = (p + r) / 2 + math.hypot((p - r) / 2, q)
+        total, top = p + r, (p + r) / 2 + math.hypot((p - r) / 2, q)
     else:
-        top = _top(gram)
+        total = float(gram.trace())
+        top = _top(gram) if math.isfinite(total) else 0.0  # LAPACK raises on NaN
+    if not math.isfinite(total):
+        return None
     return math.sqrt(top + (of_trace + of_gram) * total * (1.0 + 1e-9)) * (1.0 + 8.0 * _U64)
 
 

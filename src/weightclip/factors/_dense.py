@@ -37,7 +37,7 @@ def dense_scale(
     places = math.prod(x.shape[1:-1])
     if (places == 1 or not flags & CAP) and counter is None and fits_scale(x, d, flags & 7):
         return fused_scale(x, d, limits, flags & 7, beta**2 * places)
-    x_norm, d_norm = (squared_norm(x) + beta**2 * places).sqrt(), squared_norm(d).sqrt()
+    x_norm, d_norm = squared_norm(x, beta**2 * places).sqrt(), squared_norm(d).sqrt()
     if flags & CAP and places > 1:
         scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, counter)
         return cap_scale(scale, position_gram(x, d, beta, product), x_norm, d_norm, limits, counter)
@@ -71,7 +71,7 @@ def dense_product(x: Tensor, d: Tensor, scale: Tensor | None, dtype: torch.dtype
         return d.reshape(-1, d.shape[-1]).to(dtype).t() @ x.reshape(-1, x.shape[-1]).to(dtype)
 
     if chunk <= 0 and dtype == torch.float64 and x.device.type == "cpu" and not transforming():
-        return _in_blocks(x.reshape(-1, x.shape[-1]), d.reshape(-1, d.shape[-1]))
+        return _in_blocks(_flat(x), _flat(d))
     if chunk <= 0:
         return product(x, d)
     total = product(x[:chunk], d[:chunk]).double()
@@ -82,8 +82,8 @@ def dense_product(x: Tensor, d: Tensor, scale: Tensor | None, dtype: torch.dtype
 
 def _in_blocks(x: Tensor, d: Tensor) -> Tensor:
     """d^T x in float64, in blocks of rows whose float64 copies stay in the cache: several times faster if x is wide."""
-    rows = max(64, _CACHE // x.shape[1]) if x.shape[1] else len(x)
-    if rows >= len(x):
+    rows = max(64, _CACHE // x.shape[1]) if x.shape[1] else x.shape[0]
+    if rows >= x.shape[0]:
         return d.double().t() @ x.double()
     total = torch.zeros(d.shape[1], x.shape[1], dtype=torch.float64)
     for start in range(0, len(x), rows):
@@ -96,7 +96,12 @@ def bias_product(d: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if fits(d, d):
         return record_sums(d.reshape(d.shape[0], -1, d.shape[-1]).transpose(1, 2), scale)[0]
     d = masked(d, scale, True)
-    return d.reshape(-1, d.shape[-1]).sum(0, dtype=torch.promote_types(dtype, torch.float64))
+    return _flat(d).sum(0, dtype=torch.promote_types(dtype, torch.float64))
+
+
+def _flat(value: Tensor) -> Tensor:
+    """Records and positions on dimension 0."""
+    return value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
 
 
 class DenseFunction(torch.autograd.Function):
@@ -134,6 +139,8 @@ class DenseFunction(torch.autograd.Function):
                 if by_kernel and dtype == torch.float64 and ctx.needs_input_grad[1]:
                     gw, gb = dense_gradient(x, d, scale, ctx.needs_input_grad[2])
                     return gx, laid_out(gw, weight), gb if gb is None else gb.to(weight.dtype), *_rest(ctx)
+                if x.is_cpu and d.numel() <= _CACHE and not transforming():
+                    d = d.double()  # one copy for both gradients
                 if ctx.needs_input_grad[1]:
                     gw = dense_product(x, d, scale, dtype, chunk).to(weight.dtype)
                 if ctx.needs_input_grad[2]:

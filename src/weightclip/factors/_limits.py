@@ -18,6 +18,7 @@ from torch import Tensor, nn
 RADIUS, COTANGENT, CAP = 1, 2, 4  # bits: which of the limits are enforced
 KIND_SHIFT = 4  # the bits above say how a capped convolution measures its gradients (factors._record_norms)
 SMALLEST = 2.0**-126  # normal float32: smaller scales count as zero
+_TINIEST = torch.finfo(torch.float32).tiny
 TINY = 1e-30  # floor under a norm before dividing by it: a zero record keeps scale one
 
 
@@ -79,12 +80,14 @@ def record_scale(
     if flags == 0 or x_norm is None or d_norm is None:
         return None
     scale = None
+    # a norm of zero gives a scale of one without the floor as well; only derivatives need it
+    floored = torch.is_grad_enabled()
     if flags & RADIUS:
-        scale = (limits[0] / x_norm.clamp(min=TINY)).clamp(max=1)
+        scale = (limits[0] / (x_norm.clamp(min=TINY) if floored else x_norm)).clamp(max=1)
         if counter is not None:
             counter.add(0, x_norm <= limits[0], d_norm)
     if flags & COTANGENT:
-        second = (limits[1] / d_norm.clamp(min=TINY)).clamp(max=1)
+        second = (limits[1] / (d_norm.clamp(min=TINY) if floored else d_norm)).clamp(max=1)
         scale = second if scale is None else scale * second
         if counter is not None:
             counter.add(1, d_norm <= limits[1], d_norm)
@@ -95,9 +98,12 @@ def record_scale(
         if counter is not None:
             counter.add(2, product <= limits[2], d_norm)
     scale = torch.ones_like(d_norm) if scale is None else scale
-    plain = scale.device.type == "cpu" and not transforming() and bool((x_norm + d_norm < math.inf).all())
-    if plain and bool((scale >= SMALLEST).all()):  # the usual case: what follows would change nothing
-        return scale
+    if scale.is_cpu and not transforming() and scale.shape[0] > 0 and scale.min().item() >= SMALLEST:  # none is NaN
+        # a norm that is not finite makes the scale 0 or NaN, if the scale depends on it
+        if flags & CAP or flags & (RADIUS | COTANGENT) == RADIUS | COTANGENT:
+            return scale  # the usual case: what follows would change nothing
+        if (x_norm + d_norm).max().item() < math.inf:
+            return scale
     # a product that underflows or overflows float32 is not finite here either and counts as zero; so does a scale
     # below the normal numbers, whose rounding no allowance covers
     good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(scale) & (scale >= SMALLEST)
@@ -124,22 +130,30 @@ def masked(value: Tensor, scale: Tensor | None, times_scale: bool) -> Tensor:
     shape = (-1,) + (1,) * (value.dim() - 1)
     factor = scale.view(shape)
     result = wide(value) * factor if times_scale else value
-    if value.device.type == "cpu" and not transforming() and bool((scale > 0).all()):  # the usual case: no copy
+    if _all_count(scale):  # the usual case: no copy
         return result
     return torch.where(factor > 0, result, torch.zeros((), dtype=result.dtype, device=result.device))
 
 
 def both_masked(x: Tensor, d: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(``masked(x, scale, False)``, ``masked(d, scale, True)``), with one look at the scales."""
-    if x.device.type == "cpu" and not transforming() and bool((scale > 0).all()):
+    if _all_count(scale):
         return x, wide(d) * scale.view((-1,) + (1,) * (d.dim() - 1))
     return masked(x, scale, False), masked(d, scale, True)
 
 
-def squared_norm(value: Tensor) -> Tensor:
-    """Sum of squares of each record, in float32 or better, and what squares smaller than that type can hide."""
-    flat = wide(value).flatten(1)  # torch takes the norm in one pass, without storing squares
-    return torch.linalg.vector_norm(flat, 2, 1).square() + flat.shape[1] * torch.finfo(torch.float32).tiny
+def _all_count(scale: Tensor) -> bool:
+    """Whether every record takes part; not asked on a device, where the answer would have to be waited for."""
+    return scale.is_cpu and not transforming() and (scale.shape[0] == 0 or scale.min().item() > 0)
+
+
+def squared_norm(value: Tensor, more: float = 0.0) -> Tensor:
+    """Sum of squares of each record, in float32 or better, and what squares smaller than that type can hide.
+
+    ``more`` is added to each sum.
+    """
+    flat = value if value.dim() == 2 else value.flatten(1)  # torch takes the norm in one pass, without storing squares
+    return torch.linalg.vector_norm(wide(flat), 2, 1).square() + (flat.shape[1] * _TINIEST + more)
 
 
 def wide(value: Tensor) -> Tensor:
@@ -161,7 +175,18 @@ def product_rounding(terms: int, product: torch.dtype) -> float:
     return 2.0**-23 + (terms + 4) * (2.0**-23 if product == torch.float32 else 2.0**-52)
 
 
-def eager_twin(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+class Eager(torch.autograd.Function):
+    """A Function for ordinary use, called faster; under a transform torch refuses it as any without setup_context."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As ``Function.apply``, without a look at each argument for remains of a transform."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def eager_twin(function: type[torch.autograd.Function]) -> type[Eager]:
     """The same Function with forward and setup_context in one: outside transforms torch calls it far faster.
 
     ``torch.func`` and ``torch.compile`` need the original.
@@ -172,8 +197,8 @@ def eager_twin(function: type[torch.autograd.Function]) -> type[torch.autograd.F
         function.setup_context(ctx, args, output)
         return output
 
-    name = f"Eager{function.__name__}"
-    return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": function.backward})
+    methods = {"forward": staticmethod(forward), "backward": function.backward}
+    return type(f"Eager{function.__name__}", (Eager,), methods)
 
 
 def unchunked(dtype: torch.dtype, chunk: int) -> tuple[torch.dtype, int]:
