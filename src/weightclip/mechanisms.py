@@ -81,8 +81,15 @@ class Allocation:
         if sensitivities.numel() == 0:
             return torch.zeros(0, dtype=torch.float64, device=sensitivities.device)
         _check_sizes(dims, sensitivities.numel())
+        numbers = self._numbers(sensitivities.tolist(), sigma) if sensitivities.is_cpu else None
+        if numbers is not None:
+            return torch.tensor(numbers, dtype=torch.float64)
         d = constant(tuple(float(d) for d in dims), sensitivities.device)
         return self._spread(floored(sensitivities), d, sigma)
+
+    def _numbers(self, sensitivities: list[float], sigma: float) -> list[float] | None:
+        """The s_k in plain numbers, where that is simple; None: by tensors."""
+        return None
 
     def _spread(self, delta: Tensor, d: Tensor, sigma: float) -> Tensor:
         """s_k^2 = sigma^2 (Delta_k/sqrt(w_k d_k)) sum_j Delta_j sqrt(w_j d_j)."""
@@ -94,15 +101,11 @@ class Allocation:
 class Equal(Allocation):
     """Every layer gets the same share of the budget: s_k = sigma sqrt(K) Delta_k."""
 
-    def scales(self, sensitivities: Tensor, dims: Sequence[int], sigma: float) -> Tensor:
-        plain = type(self) is Equal and sensitivities.is_cpu and sensitivities.dim() == 1
-        values = sensitivities.tolist() if plain else []
-        if not values or not all(map(math.isfinite, values)):  # otherwise the same in plain numbers
-            return super().scales(sensitivities, dims, sigma)
-        _check_sigma(sigma)
-        _check_sizes(dims, len(values))
-        floor, factor = floored_at(values), sigma * math.sqrt(len(values))
-        return torch.tensor([max(value, floor) * factor for value in values], dtype=torch.float64)
+    def _numbers(self, sensitivities: list[float], sigma: float) -> list[float] | None:
+        if type(self) is not Equal or not all(map(math.isfinite, sensitivities)):
+            return None
+        floor, factor = floored_at(sensitivities), sigma * math.sqrt(len(sensitivities))
+        return [max(value, floor) * factor for value in sensitivities]
 
     def _spread(self, delta: Tensor, d: Tensor, sigma: float) -> Tensor:
         if type(self) is not Equal:  # a subclass may have weights of its own

@@ -23,7 +23,7 @@ import weightclip.factors._dense as dense_factors
 import weightclip.sampling as sampling
 from weightclip._release import Release
 from weightclip._streams import Streams
-from weightclip.mechanisms import Allocation, Equal, floored
+from weightclip.mechanisms import Allocation, floored
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 ALIGNED, CLIPPED, RADII, JOINT, PIECES, CONV, POOL, NORM, SHARED, FLOAT32, LARGE = (
@@ -94,8 +94,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("K layers released, accounted as one", "printed algorithm", POOL)
 def _(patch: pytest.MonkeyPatch) -> None:
-    for kind in (Allocation, Equal):
-        patch.setattr(kind, "scales", lambda self, delta, dims, sigma: sigma * floored(delta))
+    patch.setattr(Allocation, "scales", lambda self, delta, dims, sigma: sigma * floored(delta))
 
 
 @mutant("product of norms starts at layer k itself", "printed algorithm", ALIGNED)

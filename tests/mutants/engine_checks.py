@@ -138,6 +138,15 @@ def raw_gradients_are_never_seen() -> None:
             average.update_parameters(run.model)
 
 
+def other_terms_leave_no_gradient() -> None:
+    run = private(mlp(), table(8), sigma=5.0)
+    for x, y in run.loader:
+        penalty = sum(p.square().sum() for p in run.model.parameters())
+        (run.criterion(run.model(x), y) + penalty).backward()
+        assert all(p.grad is None for p in run.model.parameters())
+        run.optimizer.step()
+
+
 def clipped_weights_are_clipped_after_the_step() -> None:
     run = private(mlp(), table(8), sigma=3.0, bounds=wc.Bounds(input_radius=1.0, weight_norm=0.5))
     for _ in range(2):

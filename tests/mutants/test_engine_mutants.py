@@ -168,6 +168,11 @@ def raw_gradients_left_in_grad(patch: Patch) -> None:
     patch.setattr(TrainingLoop, "_collect", collect)
 
 
+@mutant(checks.other_terms_leave_no_gradient)
+def other_terms_left_in_grad(patch: Patch) -> None:
+    patch.setattr(TrainingLoop, "_drop", lambda self, parameter: None)
+
+
 @mutant(checks.raw_gradients_are_never_seen)
 def released_gradients_share_memory_with_later_ones(patch: Patch) -> None:
     real = Release.release
