@@ -1,8 +1,9 @@
 """Step time and peak memory of ordinary and private training, interleaved in one process.
 
 Every mode trains the same model on the same batch with Adam; the clock runs over zero_grad, forward, loss, backward and
-step, after warm-up, and the modes take turns so that a slow spell hits all of them. Loading data is left out. On a GPU
-the clock stops every 64 steps (eight, two if they are slow): in training nothing waits for the device after each step.
+step, after warm-up, and the modes take turns so that a slow spell hits all of them. Loading data is left out. As in
+training, steps follow each other: the clock stops every 64 steps on a GPU (eight, two if they are slow), where nothing
+waits for the device after each, and every 16 on a CPU if they are short.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from weightclip.factors import CapNorm, Product
 from weightclip.models import MLP, ConvNet, WideResNet
 from weightclip.sampling import BatchInfo
 
-_BLOCKS = ((0.01, 64), (0.05, 8), (math.inf, 2))  # steps shorter than so many seconds, so many a look at the clock
+# steps shorter than so many seconds, so many a look at the clock
+_BLOCKS = {"cuda": ((0.01, 64), (0.05, 8), (math.inf, 2)), "cpu": ((0.01, 16), (math.inf, 1))}
 MODES = ("plain", "weights", "factors", "both", "joint-cap", "weights-fast", "opacus-hooks", "opacus-ghost")
 GRAPHED = ("plain-graph", "weights-graph", "factors-graph", "both-graph", "joint-cap-graph")  # the step as a CUDA graph
 COLUMNS = ("device", "model", "batch", "mode", "ms", "ratio", "peak_gib", "spread", "precision")
@@ -182,7 +184,7 @@ def measure(
                 steps.pop(mode, None)
         once = {mode: _timed(step, device, 1) for mode, step in steps.items()}
         usual = statistics.median(once.values())
-        block = 1 if device.type != "cuda" else next(count for limit, count in _BLOCKS if usual < limit)
+        block = next(count for limit, count in _BLOCKS.get(device.type, _BLOCKS["cpu"]) if usual < limit)
         rounds = max(5, min(400, math.ceil(seconds / max(1e-5, block * usual))))
         times: dict[str, list[float]] = {mode: [] for mode in steps}
         for _ in range(rounds):
@@ -218,15 +220,12 @@ def _warm(mode: str, name: str, batch: int, device: torch.device) -> tuple[Calla
 
 
 def _timed(step: Callable[[], None], device: torch.device, block: int) -> float:
-    if device.type != "cuda":
-        began = time.perf_counter()
-        step()
-        return time.perf_counter() - began
-    torch.cuda.synchronize(device)
+    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+    wait()
     began = time.perf_counter()
     for _ in range(block):
         step()
-    torch.cuda.synchronize(device)
+    wait()
     return (time.perf_counter() - began) / block
 
 
