@@ -252,3 +252,13 @@ def test_lists_of_tensors_on_a_container_are_nobodys_business() -> None:
     watch.check()
     model.notes[0] = torch.zeros(3)  # type: ignore[index]
     watch.check()
+
+
+def test_lists_within_lists_are_watched() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    model[0].pads = [[1, 2]]  # type: ignore[assignment]
+    watch = Watch(model)
+    watch.check()
+    model[0].pads[0][0] = 9  # type: ignore[index]
+    with pytest.raises(ContractError, match="pads"):
+        watch.check()

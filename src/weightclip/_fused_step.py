@@ -192,15 +192,14 @@ class FusedStep:
                 warnings.warn(f"fused steps run without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=5)
             torch.cuda.synchronize()
             engine._drop_sum()
+            _forget_unmade(caches[0])
             return False
         finally:
             engine._released = False
             engine._gains.reset()  # recording runs nothing: no norms are known
             for block in engine._release.blocks:
                 block.parameter.grad = None
-        if _caches() != caches[0]:  # a constant was made in the recording, and has no value before it is launched
-            _weights.clear()
-            constant.cache_clear()  # graphs keep the memory they read
+        if _forget_unmade(caches[0]):
             return False
         bounds, kept = (engine._sensitivities, engine._factors, engine._reach), [reads.kept, caches[1]]
         self._graphs[key] = _Recorded(graph, noise, inputs, value, gradients, flat, whole, bounds, kept)
@@ -332,3 +331,12 @@ def _rounded(rows: int, batch: float) -> int:
 
 def _caches() -> tuple[int, int]:
     return len(_weights), constant.cache_info().currsize
+
+
+def _forget_unmade(before: tuple[int, int]) -> bool:
+    """Whether constants were made in a recording: they have no value before it is launched, and are dropped."""
+    made = _caches() != before
+    if made:
+        _weights.clear()
+        constant.cache_clear()  # graphs keep the memory they read
+    return made

@@ -19,7 +19,7 @@ from weightclip._record import Recorder
 from weightclip._release import Release
 from weightclip._streams import Streams
 from weightclip._validate import refuse_closure
-from weightclip._watch import Watch, refuse_stray_gradients
+from weightclip._watch import Watch, refuse_gradient_hooks, refuse_stray_gradients
 from weightclip.certificate import Evaluation, Plan, build_plan
 from weightclip.config import Bounds
 from weightclip.errors import BudgetSpent, CertificationError, ContractError
@@ -262,6 +262,7 @@ class TrainingLoop:
         """
         if graded is not self._graded:
             raise ContractError("backward() of a loss from an earlier draw: its batch was released or dropped already.")
+        refuse_gradient_hooks(output, self._release.parameters)
         for block in self._release.blocks:
             block.parameter.grad = None
         for index, found in enumerate(self._gradients(output, gradient, self._release.parameters)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -29,7 +29,7 @@ class _Held:
         self.tables = [*self.attributes, *(getattr(m, name) for m in modules for name in _TABLES)]
         self.names = [*chain.from_iterable(self.tables)]
         self.values = [*chain.from_iterable(map(dict.values, self.tables))]
-        self.lists = [(value, value.copy()) for value in self.values if isinstance(value, list)]
+        self.lists = [(found, found.copy()) for value in self.values for found in _lists(value)]
 
     def unchanged(self) -> bool:
         """Whether nothing was added, removed or replaced; at C speed, since this runs in every step."""
@@ -121,6 +121,19 @@ class Watch:
             self.buffers[i] = (name, buffer, buffer._version, value)
 
 
+def _lists(value: Any) -> Iterator[list[Any]]:
+    """Lists in a value, those inside of lists and tuples too."""
+    if isinstance(value, (list, tuple)):
+        if isinstance(value, list):
+            yield value
+        for part in value:
+            yield from _lists(part)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple([_frozen(part) for part in value]) if isinstance(value, (list, tuple)) else value
+
+
 def _members(module: nn.Module) -> tuple[int, ...]:
     parts = (module._modules, module._parameters, module._buffers)
     return (id(type(module)), *(id(part) for table in parts for part in table.values()))
@@ -129,7 +142,7 @@ def _members(module: nn.Module) -> tuple[int, ...]:
 def _numbers(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """Public numbers and words among a module's attributes."""
     return tuple([
-        (name, tuple(value) if isinstance(value, list) else value) for name, value in module.__dict__.items()
+        (name, _frozen(value)) for name, value in module.__dict__.items()
         if isinstance(value, (int, float, str, tuple, list)) and name[0] != "_" and name != "training"
     ])  # fmt: skip
 
@@ -155,6 +168,15 @@ def refuse_early_hooks(model: nn.Module) -> None:
             raise ContractError(
                 f"parameter '{name}' has a post-accumulate hook, which would see gradients before the noise: remove it."
             )
+
+
+def refuse_gradient_hooks(output: Tensor, parameters: Iterable[Tensor]) -> None:
+    """Nobody may change certified gradients on their way: not at the output of a compiled model, nor at parameters."""
+    if output._backward_hooks or any(p._backward_hooks for p in parameters):
+        raise ContractError(
+            "a gradient hook was registered on the model's output or on a parameter, which the certificate cannot see: "
+            "remove the hook."
+        )
 
 
 def refuse_stray_gradients(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:

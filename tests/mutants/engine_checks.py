@@ -147,6 +147,24 @@ def other_terms_leave_no_gradient() -> None:
         run.optimizer.step()
 
 
+def hooks_between_loss_and_backward_are_refused() -> None:
+    for compiled in (False, True):
+        run = private(mlp(), table(8), sigma=0.0)
+        model = torch.compile(run.model, backend="aot_eager") if compiled else run.model
+        x, y = next(iter(run.loader))
+        output = model(x)
+        loss = run.criterion(output, y)
+        place = output if compiled else next(run.model.parameters())  # an eager output is cut off from the model
+        handle = place.register_hook(lambda gradient: 100 * gradient)
+        refused = ""
+        try:
+            loss.backward()
+        except wc.ContractError as error:
+            refused = str(error)
+        handle.remove()
+        assert "gradient hook" in refused
+
+
 def clipped_weights_are_clipped_after_the_step() -> None:
     run = private(mlp(), table(8), sigma=3.0, bounds=wc.Bounds(input_radius=1.0, weight_norm=0.5))
     for _ in range(2):

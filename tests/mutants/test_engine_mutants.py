@@ -168,6 +168,11 @@ def raw_gradients_left_in_grad(patch: Patch) -> None:
     patch.setattr(TrainingLoop, "_collect", collect)
 
 
+@mutant(checks.hooks_between_loss_and_backward_are_refused)
+def hooks_unseen_after_the_loss(patch: Patch) -> None:
+    patch.setattr("weightclip._loop.refuse_gradient_hooks", lambda *_: None)
+
+
 @mutant(checks.other_terms_leave_no_gradient)
 def other_terms_left_in_grad(patch: Patch) -> None:
     patch.setattr(TrainingLoop, "_drop", lambda self, parameter: None)
