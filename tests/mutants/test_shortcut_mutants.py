@@ -50,3 +50,22 @@ def test_a_model_taken_for_unchanged_without_a_look(change, monkeypatch: pytest.
     monkeypatch.setattr(_watch._Held, "unchanged", lambda self: True)
     with pytest.raises(pytest.fail.Exception):  # nothing was raised
         watch.test_a_change_is_seen_however_long_nothing_has_changed(change)
+
+
+def test_powers_of_the_closed_recursion_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    def constant(values, device):
+        return torch.tensor([values[0], *(1.5 * value for value in values[1:])], dtype=torch.float64, device=device)
+
+    norms.test_the_closed_recursion_is_an_upper_bound_at_every_depth()
+    monkeypatch.setattr(_operator_norms, "constant", constant)
+    with pytest.raises(AssertionError):
+        norms.test_the_closed_recursion_is_an_upper_bound_at_every_depth()
+
+
+def test_a_closed_recursion_that_forgets_a_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def constant(values, device):
+        return torch.tensor([*values[:-2], 0.0, values[-1]][-len(values) :], dtype=torch.float64, device=device)
+
+    monkeypatch.setattr(_operator_norms, "constant", constant)
+    with pytest.raises(AssertionError):
+        norms.test_the_closed_recursion_is_an_upper_bound_at_every_depth()
