@@ -7,7 +7,7 @@ within it, as a sum of indicators centred at one half. The noisy answer moves th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from weightclip._streams import Streams
 from weightclip.errors import WeightclipError
+from weightclip.factors._limits import BOUND
 from weightclip.mechanisms import quantile_adjusted_sigma
 
 QUANTILES = "weightclip/quantiles"
@@ -55,14 +56,12 @@ class Counter:
         views of the record. Records with a zero or non-finite cotangent (padding) move none.
     """
 
-    def __init__(self, uses: int, views: int, device: torch.device, active: Callable[[], bool]) -> None:
-        self.share, self.active = 1.0 / (uses * views), active
+    def __init__(self, uses: int, views: int, device: torch.device) -> None:
+        self.share = 1.0 / (uses * views)
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, index: int, inside: Tensor, d_norm: Tensor) -> None:
-        """Count records for which ``inside`` holds; a backward pass that is not collected counts nothing."""
-        if not self.active():
-            return
+        """Count records for which ``inside`` holds; the collector asks once for each of the layer's uses."""
         speaks = (d_norm > _SILENT) & torch.isfinite(d_norm)
         centred = torch.where(speaks, inside.to(torch.float64) - 0.5, 0.0)
         self.sums[index] += self.share * centred.sum()
@@ -87,7 +86,6 @@ class Quantiles:
         views: Augmentation multiplicity.
         batch: Public expected batch size.
         sigma: Multiplier of the whole step, the one that is accounted.
-        active: Whether the engine is collecting right now.
 
     Formal guarantees:
         Gradients released with multiplier ``gradient_sigma`` together with these answers are one Gaussian mechanism
@@ -96,8 +94,7 @@ class Quantiles:
     """
 
     def __init__(
-        self, settings: Adaptive, layers: Mapping[str, tuple[nn.Module, int]], views: int, batch: float, sigma: float,
-        active: Callable[[], bool],
+        self, settings: Adaptive, layers: Mapping[str, tuple[nn.Module, int]], views: int, batch: float, sigma: float
     ) -> None:  # fmt: skip
         self.settings, self.batch = settings, batch
         self.sigma_b = settings.noise if settings.noise is not None else batch / 20
@@ -105,9 +102,9 @@ class Quantiles:
         self.modules: dict[str, Any] = {}
         for path, (module, uses) in layers.items():
             layer: Any = module
-            enforced = [i for i in range(3) if layer._wc_flags & (1 << i)]
+            enforced = [i for i in range(3) if layer._wc_flags & (1 << i) and not (i == 2 and layer._wc_flags & BOUND)]
             if enforced:
-                layer._wc_counter = Counter(uses, views, layer._wc_limits.device, active)
+                layer._wc_counter = Counter(uses, views, layer._wc_limits.device)
                 self.modules[path] = layer
                 self.queries += [(path, i) for i in enforced]
         if not self.queries:

@@ -29,6 +29,7 @@ class _Summed(Eager):
         if ctx.todo is None:
             raise ContractError("backward() ran twice through one private loss: call the model and the loss again.")
         todo, ctx.todo = ctx.todo, None
+        ctx.engine._check_upstream(upstream)
         ctx.engine._collect(*todo)
         return ctx.shown, None, None, None  # as far as the wall; what the engine collected is all there is
 
@@ -46,9 +47,9 @@ class PrivateCriterion(nn.Module):
     """Wraps the user's criterion. Under ``no_grad`` it is the user's criterion.
 
     Formal guarantees:
-        The gradient that enters the model is, for each record, ``loss.gradient`` at the model's output, of norm at most
-        ``loss.bound``, zero for padding; records are summed, never averaged. Scaling or adding to the returned value
-        changes nothing. Its value depends on the records and is not private.
+        The gradient that enters the model is, for each record, ``loss.gradient`` at the model's output, zero for
+        padding; records are summed, never averaged. What arrives from above must be the declared ``loss_scale`` (1 by
+        default), else backward raises: a factor could mix records. Its value depends on the records and is not private.
     """
 
     def __init__(self, native: Any, loss: Loss, engine: PrivacyEngine) -> None:
@@ -73,7 +74,8 @@ class PrivateCriterion(nn.Module):
         passage, mask = engine._begin_loss(logits)
         value, gradient = self.graded(logits, target, mask)
         engine._loss_taken()
-        todo = (passage.output, passage.lay_out(logits, gradient), engine._graded)  # hidden from autograd in a tuple
+        given = passage.given = passage.lay_out(logits, gradient)
+        todo = (passage.output, given, engine._graded)  # hidden from autograd in a tuple
         if passage.compiled:  # no wall there: the user's backward pass must not enter the model's graph
             return _Summed.apply(engine._gate.anchor, (value, None), todo, engine)  # type: ignore[return-value]
         return _Summed.apply(logits, (value, gradient), todo, engine)  # type: ignore[return-value]

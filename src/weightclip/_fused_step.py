@@ -223,10 +223,8 @@ class FusedStep:
         value, gradient = engine.criterion.graded(logits, inputs.y, mask)
         names = {id(p): name for name, p in model.named_parameters()}
         trained = [leaves[names[id(block.parameter)]] for block in release.blocks]
-        found = engine._gradients(passage.output, passage.lay_out(logits, gradient), trained)
-        for index, part in enumerate(found):
-            if part is not None:
-                release.add(index, part)
+        stream.wait_stream(beside)  # where this step's limits are set
+        engine._pass(passage.output, passage.lay_out(logits, gradient), trained)
         with torch.cuda.stream(beside):  # nor does the noise wait for the passes
             drawn = release.noise(engine._sensitivities, noise, 0, engine._factors)  # type: ignore[arg-type]
         stream.wait_stream(beside)

@@ -117,18 +117,29 @@ class InputProjection:
 
 
 class ShapeGuard:
-    """Forward pre-hook of the model: under gradients, records must have the shape that was certified."""
+    """Forward pre-hook of the model: under gradients, records must have the shape that was certified.
+
+    Which promise needs it: the rounding of norms and sums was allowed for at these sizes; and integers where floats were
+    declared would pass the projection unseen.
+    """
 
     _weightclip = True
 
-    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+    def __init__(self, shapes: list[tuple[int, ...]], example: Any = ()) -> None:
         self.shapes = shapes
+        self.floating = [t.is_floating_point() for t in pytree.tree_leaves(example) if isinstance(t, Tensor)]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not is_plain() and torch.is_grad_enabled():
             usual = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
             leaves = args if usual else pytree.tree_leaves((args, kwargs))
             refuse_other_shapes(self.shapes, leaves)
+            floating = [t.is_floating_point() for t in leaves if isinstance(t, Tensor)]
+            if self.floating and floating != self.floating:
+                raise ContractError(
+                    "the model got integers where make_private saw floating-point records (or the other way round): "
+                    "convert the records (x.float()), or give make_private an example= of this type."
+                )
 
 
 @dataclass
@@ -139,6 +150,7 @@ class Passage:
     version: int
     autocast: torch.dtype | None
     compiled: bool = False
+    given: Tensor | None = None  # the gradient that the private loss sends back to the output
 
     def lay_out(self, logits: Tensor, gradient: Tensor) -> Tensor:
         """``gradient``, at a view of the output, as a gradient at the output itself."""
@@ -157,16 +169,28 @@ def _laid_alike(a: Tensor, b: Tensor) -> bool:
 
 
 class _Wall(Eager):
-    """The model's output, cut off from the model: a backward pass ends here."""
+    """The model's output, cut off from the model: a backward pass ends here, and must bring the private loss alone."""
 
     @staticmethod
-    def forward(ctx, anchor: Tensor, passage: Passage) -> Tensor:
-        ctx.passage = passage
+    def forward(ctx, anchor: Tensor, passage: Passage, engine: Any) -> Tensor:
+        ctx.passage, ctx.engine = passage, engine
         return passage.output.detach()
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return None, None
+        given, engine = ctx.passage.given, ctx.engine()
+        if given is None or not (_same_place(given, gradient) or torch.equal(given, gradient)):
+            if engine is not None:
+                engine._drop_sum()
+            raise ContractError(
+                "backward() reached the model's output with a gradient that is not the private loss's: use the "
+                "criterion that make_private returned, alone, with no other term on the model's output."
+            )
+        return None, None, None
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 @dataclass(frozen=True)
@@ -218,9 +242,12 @@ def _source(node: Any) -> Any:
 class OutputGate:
     """Forward hook behind which the model's parameters are out of reach (SOUNDNESS section 1, step 2).
 
-    The output it hands out is cut off from the model: backward passes through it end there, whatever is added to the
-    loss or multiplied with it. Only the private criterion knows the way on, for its own gradient, and only from a
+    The output it hands out is cut off from the model: backward passes through it end there, and raise if they bring
+    anything but the private loss. Only the private criterion knows the way on, for its own gradient, and only from a
     tensor that :meth:`enter` recognises as the model's output.
+
+    Which promise needs it: record independence (SOUNDNESS section 7, i) covers the model and the loss; between them
+    nothing may mix records. Sizes of gradients it need not guard: those are limited at the product.
     """
 
     _weightclip = True
@@ -249,7 +276,7 @@ class OutputGate:
             raise ContractError("the private model runs as a replica (DataParallel): use one process and one device.")
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise ContractError("DistributedDataParallel averages raw gradients before the noise: use the plain model.")
-        return _Wall.apply(self.anchor, Passage(output, output._version, autocast))
+        return _Wall.apply(self.anchor, Passage(output, output._version, autocast), self.engine)
 
     def clear(self) -> None:
         """Forget a compiled pass over an earlier batch."""

@@ -18,8 +18,6 @@ from torch import Tensor, fx, nn
 from weightclip._graph_safety import (
     refuse_batch_size,
     refuse_cast,
-    refuse_gradient_hooks,
-    refuse_hidden_gradients,
     refuse_unseen_writes,
 )
 from weightclip.bounds import Edge, LayerRule, Op, Rule, layer_rule, module_rule, operator_rule
@@ -93,7 +91,6 @@ def refuse_other_shapes(certified: list[tuple[int, ...]], args: Iterable[Any]) -
 def trace(model: nn.Module, example: Any) -> Graph:
     """The graph of ``model`` on inputs shaped like ``example`` (a batch or a tuple of batches; only shapes matter)."""
     _refuse_modules(model)
-    refuse_gradient_hooks(model)
     args = tuple(example) if isinstance(example, (tuple, list)) else (example,)
     args = tuple(_two_records(a) for a in args)
     program = _export(model, args)
@@ -114,7 +111,7 @@ def _export(model: nn.Module, args: tuple[Any, ...]) -> torch.export.ExportedPro
     records = torch.export.Dim("records", min=2, max=2**31)
     shapes = tuple({0: records} if isinstance(a, Tensor) else None for a in args)
     try:
-        with plain_forward(model), refuse_hidden_gradients():
+        with plain_forward():
             return torch.export.export(model, args, dynamic_shapes=(shapes,) if _takes_varargs(model) else shapes)
     except CertificationError:
         raise

@@ -1,21 +1,16 @@
 """What an exported graph does not show, refused before the graph is believed.
 
-``torch.export`` records forward operators. Custom backward formulas, hooks on gradients, writes through a view and
-sizes of the batch all change per-record gradients without changing that record: each would make a certificate false.
+Which promise needs it: that a certificate is true, so that its limits never act; and that a traced model treats records
+independently (sizes of the batch). That no record moves a sum by more than its limit does not rest on the graph.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from weightclip.bounds import layer_rule, module_rule
 from weightclip.errors import CertificationError
 
 aten = torch.ops.aten
@@ -24,60 +19,6 @@ aten = torch.ops.aten
 _SILENT_ALIASES = {aten.dropout, aten.feature_dropout, aten.type_as}
 # arguments of these are shapes: the check that records stay on dimension 0 covers them
 _TAKE_SIZES = {aten.view, aten.reshape, aten._unsafe_view, aten.expand, aten.broadcast_to, aten.unflatten}
-
-
-def refuse_gradient_hooks(model: nn.Module) -> None:
-    """Backward hooks of modules and parameters change gradients behind the certificate's back."""
-    for path, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise CertificationError(
-                f"module '{path}' has a backward hook, which the certificate cannot see. Fix: remove the hook."
-            )
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks:
-            raise CertificationError(
-                f"parameter '{name}' has a gradient hook, which the certificate cannot see. Fix: remove the hook."
-            )
-
-
-@contextlib.contextmanager
-def refuse_hidden_gradients() -> Iterator[None]:
-    """While a model is traced: no custom ``autograd.Function`` and no tensor hook outside modules with a rule."""
-    apply, register = torch.autograd.Function.apply.__func__, Tensor.register_hook  # type: ignore[attr-defined]
-
-    def checked_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _vouched_for(sys._getframe(1)):
-            raise CertificationError(
-                f"autograd.Function '{cls.__name__}' has a backward formula of its own, which the graph does not show. "
-                "Fix: put it in a module and register a rule for the module's type with weightclip.register_rule."
-            )
-        return apply(cls, *args, **kwargs)
-
-    def checked_register(self: Tensor, hook: Any) -> Any:
-        if not _vouched_for(sys._getframe(1)):
-            raise CertificationError(
-                "forward() registers a hook on an activation's gradient, which the graph does not show. "
-                "Fix: remove the hook, or put it in a module and register a rule for the module's type."
-            )
-        return register(self, hook)
-
-    torch.autograd.Function.apply = classmethod(checked_apply)  # type: ignore[assignment, method-assign]
-    Tensor.register_hook = checked_register  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-        Tensor.register_hook = register  # type: ignore[method-assign]
-
-
-def _vouched_for(frame: FrameType | None) -> bool:
-    """Whether a frame lies inside the forward of a module with a rule, whose author answers for its gradient."""
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and (module_rule(owner) or layer_rule(owner)):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def refuse_unseen_writes(program: torch.export.ExportedProgram) -> None:

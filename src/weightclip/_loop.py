@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,12 +18,12 @@ from weightclip._record import Recorder
 from weightclip._release import Release
 from weightclip._streams import Streams
 from weightclip._validate import refuse_closure
-from weightclip._watch import Watch, refuse_gradient_hooks, refuse_stray_gradients
+from weightclip._watch import Watch, refuse_stray_gradients
 from weightclip.certificate import Evaluation, Plan, build_plan
 from weightclip.config import Bounds
 from weightclip.errors import BudgetSpent, CertificationError, ContractError
-from weightclip.factors import JointCap
-from weightclip.factors._limits import no_autocast
+from weightclip.factors import Collector
+from weightclip.mechanisms import constant
 from weightclip.sampling import BatchInfo, PoissonLoader
 
 _NOT_FINITE = (
@@ -38,8 +37,9 @@ class TrainingLoop:
     """One step at a time: on_batch -> begin_loss -> collect (in backward) -> before_step -> after_step.
 
     Formal guarantees:
-        The sum that is released holds the certified gradient of each record of one draw, once, and nothing else:
-        gradients that reach parameters by any other way than ``_collect`` are dropped.
+        The sum that is released holds, for each record of one draw, once, products that were limited to what its noise
+        is scaled for (:class:`weightclip.factors.Collector`), and nothing else: a gradient that reaches a parameter by
+        any other way raises.
     """
 
     model: nn.Module | None
@@ -60,9 +60,10 @@ class TrainingLoop:
     _release: Release
     _gate: OutputGate
     _watch: Watch
-    _joint: JointCap
+    _collector: Collector
+    _limited: list[tuple[int, Tensor, float]]  # layer, where its limit lies, and the limit's share of its sensitivity
     _trained: set[int]
-    _versions: list[int]
+    _names: list[str]  # of the parameters, in the order of the release
     _settings: tuple[Any, ...]
     _sensitivities: Tensor
     _factors: Tensor | None  # of the noise, where they were computed with the sensitivities
@@ -71,10 +72,10 @@ class TrainingLoop:
     _constants: dict[Any, tuple[Tensor, Tensor | None, Tensor | None]]  # sensitivities that do not depend on weights
     _autocast: torch.dtype | None
     _info: BatchInfo | None
-    _collecting: bool = False
     _skip: bool = False
     _released: bool = False  # whether the gradients of the step to come are noisy already
     views: int = 1  # augmentation multiplicity
+    loss_scale: float = 1.0  # what may stand above the loss in backward()
     _quantiles: Quantiles | None = None
     _entrywise: Entrywise | None = None
 
@@ -129,8 +130,6 @@ class TrainingLoop:
             self._certify_step(*settings)
         elif settings != self._settings:
             raise ContractError("autocast, train()/eval() or the shape of the output changed within one draw.")
-        elif self._versions != self._watch.versions():
-            raise ContractError("weights changed between pieces of one draw: the certified bounds no longer hold.")
         return passage, info.mask if info.mask is None else info.mask.repeat_interleave(self.views)
 
     def _admit(self) -> BatchInfo:
@@ -156,13 +155,36 @@ class TrainingLoop:
         self._backward_seen = False
 
     def _certify_step(self, autocast: torch.dtype | None, modes: tuple[bool, ...], shape: tuple[int, ...]) -> None:
-        """Sensitivities of this step: at the present weights, in the present modes, for the loss's actual argument."""
+        """Sensitivities of this step, and the limits that make them true whatever the certificate knows."""
+        self._find_sensitivities(autocast, modes, shape)
+        self._set_limits()
+
+    @torch.no_grad()
+    def _set_limits(self) -> None:
+        """Every layer with a limit of its own is limited to what this release's noise is scaled for.
+
+        Formal guarantees:
+            The limit is this step's sensitivity divided by the room for rounding that is part of it: norms, scales and
+            sums may round by that much and no record moves the layer's sum by more than the sensitivity.
+        """
+        if self._sensitivities.is_cpu:
+            values = self._sensitivities.tolist()
+            for layer, limit, share in self._limited:
+                limit.fill_(values[layer] * share)
+        elif self._limited:
+            shares = constant(tuple(share for _, _, share in self._limited), self._sensitivities.device)
+            layers = constant(tuple(layer for layer, _, _ in self._limited), self._sensitivities.device).long()
+            found = (self._sensitivities[layers] * shares).float().unbind()
+            with torch.cuda.stream(self._recorder.aside):  # the branch of a recording that looks at weights, if any
+                torch._foreach_copy_([limit for _, limit, _ in self._limited], found)  # pyright: ignore
+
+    def _find_sensitivities(self, autocast: torch.dtype | None, modes: tuple[bool, ...], shape: tuple[int, ...]) -> None:
+        """Sensitivities: at the present weights, in the present modes, for the loss's actual argument."""
         self._use_mode(modes)
         self._autocast = autocast
         if shape not in self._loss_bounds:
             self._loss_bounds[shape] = self.criterion.loss.bound(shape, self.bounds.p)
         self.plan.loss_bound, self.plan.loss_shape = self._loss_bounds[shape], shape
-        self._versions = self._watch.versions()
         often = self.device.type == "cpu" or self.steps % 64 == 0  # on a device this waits for it
         plain = self._quantiles is None and self._entrywise is None
         if plain and (self.device.type != "cpu" or self._gains.weightless):
@@ -254,41 +276,51 @@ class TrainingLoop:
     # -- the backward pass --------------------------------------------------------------------------------------------
 
     def _collect(self, output: Tensor, gradient: Tensor, graded: set[tuple[int, int]]) -> None:
-        """A backward pass of its own, from the model's output with the certified gradient, into the engine's sum.
+        """A backward pass of its own, from the model's output with the loss's gradient, into the engine's sum.
 
-        It runs inside the user's backward pass. Whatever else that pass carries to the parameters (other loss terms,
-        penalties on weights or activations) arrives while nothing is collected, and is dropped. ``graded`` is what the
-        loss was taken into: a loss that is older than the present sum belongs to a draw that was released or dropped.
+        It runs inside the user's backward pass. ``graded`` is what the loss was taken into: a loss that is older than
+        the present sum belongs to a draw that was released or dropped.
         """
         if graded is not self._graded:
             raise ContractError("backward() of a loss from an earlier draw: its batch was released or dropped already.")
-        refuse_gradient_hooks(output, self._release.parameters)
         for block in self._release.blocks:
             block.parameter.grad = None
-        for index, found in enumerate(self._gradients(output, gradient, self._release.parameters)):
-            if found is not None:
-                self._release.add(index, found)
+        self._pass(output, gradient, self._release.parameters)
         self._backward_seen = True
 
-    def _gradients(self, output: Tensor, gradient: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Gradients of the parameters, or of leaves in their place; those under a joint cap go to the sum at once."""
-        with self._collection():
-            return torch.autograd.grad(output, leaves, gradient.to(output.dtype), allow_unused=True)
+    def _check_upstream(self, upstream: Tensor) -> None:
+        """The loss must reach backward() as it is, or times the declared scale; the engine's own sum ignores it.
 
-    @contextlib.contextmanager
-    def _collection(self) -> Iterator[None]:
-        outer, self._joint.uses = self._joint.uses, []
-        self._collecting = True
-        try:
-            with no_autocast(self.device.type):
-                yield
-        finally:
-            self._collecting = False
-            self._joint.uses = outer
+        On a device this waits, so that it is done at the first steps and every 64th: nothing private depends on it.
+        """
+        if upstream.is_cpu or self.steps < 2 or self.steps % 64 == 0:
+            factor = float(upstream)
+            if not any(math.isclose(factor, allowed, rel_tol=1e-6) for allowed in (1.0, self.loss_scale)):
+                self._drop_sum()
+                raise ContractError(
+                    f"the private loss was multiplied by {factor:g} before backward(): call backward() on the "
+                    "loss itself, or declare the constant with make_private(loss_scale=...)."
+                )
+
+    def _pass(self, output: Tensor, gradient: Tensor, leaves: Sequence[Tensor]) -> None:
+        """Products of all private layers go to the sum; ``leaves`` (the parameters) must get nothing from autograd."""
+        with self._collector.collection(gradient.shape[0]):
+            found = torch.autograd.grad(output, leaves, gradient.to(output.dtype), allow_unused=True)
+            stray = [i for i, g in enumerate(found) if g is not None]
+            if stray:
+                raise ContractError(
+                    f"parameter '{self._names[stray[0]]}' reaches the loss outside its private layer, where nothing "
+                    "limits its gradient: use it through its layer only (a penalty on weights: weight_decay)."
+                )
 
     def _drop(self, parameter: Tensor) -> None:
-        """Post-accumulate hook: a gradient that was not collected goes nowhere; ``.grad`` is left empty."""
+        """Post-accumulate hook: products come by the collector, so this gradient is of another term of the loss."""
         parameter.grad = None
+        self._drop_sum()
+        raise ContractError(
+            "a term besides the private loss reaches the model's parameters, and its gradient would not be private: "
+            "remove it (for an L2 penalty use the optimiser's weight_decay)."
+        )
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -302,9 +334,6 @@ class TrainingLoop:
         info = self._info
         if info is None or (info.draw, info.piece) not in self._graded or not self._backward_seen:
             raise ContractError("step() without a new batch: call loss(model(x), y).backward() on a batch first.")
-        if self._versions != self._watch.versions():
-            self._drop_sum()
-            raise ContractError("weights changed between the loss and step(): the certified bounds no longer hold.")
         refuse_stray_gradients(optimizer, self._trained)
         self._skip = not info.last
         if self._skip:  # a piece of a larger draw: with no gradients the optimiser does nothing

@@ -93,6 +93,13 @@ def check_views(views: int) -> int:
     return views
 
 
+def check_scale(scale: float) -> float:
+    """A number other than zero."""
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale) or scale == 0:
+        raise WeightclipError(f"loss_scale must be a number other than 0, got {scale!r}.")
+    return float(scale)
+
+
 def check_grid(grid: float | None) -> float | None:
     """None, or a positive number."""
     if grid is not None and not 0 < grid < float("inf"):

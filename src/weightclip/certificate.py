@@ -18,6 +18,7 @@ from weightclip._rows import Row as Row
 from weightclip.bounds import Numerics, Scalar, least, plus, times
 from weightclip.config import Bounds
 from weightclip.errors import CertificationError
+from weightclip.factors import Measure
 from weightclip.losses import Loss, recognise
 
 _U = 2.0**-24
@@ -111,6 +112,20 @@ class Plan:
             if not capped and (b.of("layer_radius", k) is None or b.of("cotangent_radius", k) is None):
                 return True
         return False
+
+    def room(self, path: str) -> float:
+        """What float32 may do to norms and scales of a layer's products: its limit is enforced up to this factor."""
+        uses = self.layers[path]
+        return max(self._enforced[i] for i in uses) + 4 * len(uses) * _U
+
+    def measure(self, path: str, knorm: Any) -> Measure | None:
+        """The norm of a layer's certified bound where it is not the product of l2 norms of its factors."""
+        if knorm is not None:
+            module = self.model.get_submodule(path)
+            layer = self.graph.nodes[self.layers[path][0]].layer
+            assert layer is not None
+            return Measure(knorm.p, math.sqrt(layer.dimension(module)) if knorm.p == 1 else 1.0)
+        return Measure() if math.isinf(self.bounds.p) else None
 
     def evaluate(self, numerics: Numerics, known: Mapping[str, Scalar] | None = None) -> dict[str, Evaluation]:
         """Bounds of every trainable layer at the present weights.
@@ -244,16 +259,16 @@ class Plan:
             options = [times(cotangents[i], ap)]
             if cotangent is not None:
                 options.append(times(cotangent * enforced, a2))
-            if cap is not None:
-                options.append(cap * enforced)
             if joint is not None:  # uses of one layer are summed before the cap, so it stands for all of them
-                options = [joint * enforced / len(uses)]
+                options = [joint / len(uses)]
             delta = least(*options) if len(options) > 1 else options[0]
-            if isinstance(delta, float) and math.isinf(delta):
+            if cap is None and isinstance(delta, float) and math.isinf(delta):
                 raise CertificationError(self._why_infinite(path, i, outputs, cotangents, gains))
             total = plus(total, delta)
             x_bound = _greatest(x_bound, x)
             l_bound = _greatest(l_bound, cotangents[i] if cotangent is None else least(cotangents[i], cotangent))
+        if cap is not None:  # stands for all uses together; one that moves by quantiles is what is enforced
+            total = cap if self.quantiles is not None else least(total, cap)
         return Evaluation(gains[uses[0]][0], x_bound, l_bound, total)
 
     def _why_infinite(self, path: str, index: int, outputs, cotangents, gains) -> str:

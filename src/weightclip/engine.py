@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,15 @@ from weightclip._validate import (
     check_numbers,
     check_optimizer,
     check_records,
+    check_scale,
     check_views,
 )
-from weightclip._watch import Watch, refuse_early_hooks
+from weightclip._watch import BufferGuard, Watch
 from weightclip.accounting import Adjacency, Mechanism, calibrate_sigma, epsilon
 from weightclip.certificate import Certificate, build_plan
 from weightclip.config import Bounds
 from weightclip.errors import ContractError, WeightclipError
-from weightclip.factors import JointCap, Product, make_layer_plain, make_layer_private
+from weightclip.factors import Collector, Entry, Product, make_layer_plain, make_layer_private
 from weightclip.losses import recognise
 from weightclip.mechanisms import Allocation, Equal
 from weightclip.sampling import PoissonLoader
@@ -87,6 +88,7 @@ class PrivacyEngine(TrainingLoop):
         augmentation_multiplicity: int = 1,
         release_grid: float | None = None,
         mechanism: KNorm | None = None,
+        loss_scale: float = 1.0,
         example: Any = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, PoissonLoader, PrivateCriterion]:
         """Make training private with a given noise multiplier.
@@ -109,6 +111,8 @@ class PrivacyEngine(TrainingLoop):
             release_grid: Round released gradients to multiples of this (after the noise, free of charge).
             mechanism: ``KNorm(p)`` for the K-norm mechanism, epsilon0-DP per step with epsilon0 = 1/noise_multiplier;
                 by default the Gaussian.
+            loss_scale: A constant by which the loop (or a framework) multiplies the loss before ``backward()``; it changes
+                nothing that is released, and any other factor raises.
             example: A batch of inputs, if the model's input is not the first element of a batch; only shapes are read.
 
         Returns:
@@ -123,7 +127,6 @@ class PrivacyEngine(TrainingLoop):
         if engine_of(module) is not None:
             raise ContractError("the model is already private: call detach() on its engine first.")
         check_optimizer(module, optimizer)
-        refuse_early_hooks(module)
         self.bounds = bounds or Bounds(input_radius=1.0)
         self.streams = Streams.secure() if generator is None else Streams.seeded(generator)
         self.loader = PoissonLoader(
@@ -134,6 +137,7 @@ class PrivacyEngine(TrainingLoop):
         self.noise_multiplier, self.expected_batch_size = check_numbers(noise_multiplier, batch)
         self.adjacency = check_accounting(self.accountant, adjacency, self.loader.sample_rate)
         self.views = check_views(augmentation_multiplicity)
+        self.loss_scale = check_scale(loss_scale)
         if self.bounds.adaptive is not None and (mechanism is not None or self.bounds.joint_cap is not None):
             raise WeightclipError(
                 "Bounds.adaptive follows layer radii and caps under Gaussian noise: drop joint_cap and mechanism."
@@ -152,6 +156,7 @@ class PrivacyEngine(TrainingLoop):
         self.b_max = largest_batch(self.expected_batch_size, self.loader.sample_rate, len(data_loader.dataset))  # type: ignore[arg-type]
         self.products = {path: self._product(module, path) for path in self.plan.layers}
         slack = sum_slack(self.plan, self.products, self.b_max, max_physical_batch_size, self.views)
+        slack, self._shares = self._rooms(slack)
         self._entrywise = None if mechanism is None else Entrywise(loss, mechanism.p)
         self._autocast = None
         self._release = Release(
@@ -164,8 +169,7 @@ class PrivacyEngine(TrainingLoop):
         self._sensitivities, self._factors = self._release.sensitivities(self._evaluate()), None
         self.model, self.optimizer, self.criterion = module, optimizer, PrivateCriterion(criterion, loss, self)
         self._install()
-        ruled = [node.op.module for node in self.plan.graph.nodes if node.op.module is not None]
-        self._watch = Watch(module, limits_move=self._quantiles is not None, ruled=ruled)
+        self._watch = Watch(module)
         self._plans, self._loss_bounds = {self._watch.modes(): self.plan}, {}
         self._reset_batch()
         self._info = None
@@ -200,6 +204,19 @@ class PrivacyEngine(TrainingLoop):
         self.target_epsilon, self.target_delta = target_epsilon, target_delta
         return self.make_private(data_loader=data_loader, noise_multiplier=sigma, **settings)
 
+    def _rooms(self, slack: list[float]) -> tuple[list[float], list[float]]:
+        """Slack of every layer with room for the rounding of its limit, and the limit's share of the sensitivity.
+
+        A cap is enforced as it stands. A certified bound gets the room twice: the limit lies above the bound by as much
+        as norms may round, so that where the certificate is true no record is ever scaled.
+        """
+        found = []
+        for path, s in zip(self.plan.layers, slack, strict=True):
+            capped = self.bounds.of("layer_cap", path) is not None or self.bounds.of("joint_cap", path) is not None
+            room = self.plan.room(path)
+            found.append((s * room if capped else s * room**2, 1 / (s * room)))
+        return [s for s, _ in found], [share for _, share in found]
+
     def _product(self, module: nn.Module, path: str) -> Product:
         capped = self.bounds.of("layer_cap", path) is not None or self.bounds.of("joint_cap", path) is not None
         return self.bounds.product.resolve(isinstance(module.get_submodule(path), _ConvNd), self.device, capped)
@@ -208,17 +225,23 @@ class PrivacyEngine(TrainingLoop):
         assert self.model is not None
         blocks, of = self._release.blocks, self.bounds.of
         places = {id(block.parameter): i for i, block in enumerate(blocks)}
-        thresholds = {self.model.get_submodule(p): of("joint_cap", p) or 0.0 for p in self.plan.layers}
-        self._joint = JointCap(
-            thresholds, lambda p, g: self._release.add(places[id(p)], g) if self._collecting else None,
-            self.bounds.caps_of(""),
-        )  # fmt: skip
-        for path in self.plan.layers:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self._names = [names[id(block.parameter)] for block in blocks]
+        self._collector = Collector(self._release.add, self.bounds.caps_of(""))
+        self._limited = []
+        for index, (path, uses) in enumerate(self.plan.layers.items()):
+            layer, cap, joint = self.model.get_submodule(path), of("layer_cap", path), of("joint_cap", path)
+            bound = cap is None and joint is None
             make_layer_private(
-                self.model.get_submodule(path), radius=of("layer_radius", path), cotangent=of("cotangent_radius", path),
-                cap=of("layer_cap", path), beta=of("bias_scale", path) or 1.0, product=self.products[path],
-                caps=self.bounds.caps_of(path), joint=None if of("joint_cap", path) is None else self._joint,
+                layer, radius=of("layer_radius", path), cotangent=of("cotangent_radius", path),
+                cap=math.inf if bound else cap, beta=of("bias_scale", path) or 1.0, product=self.products[path],
+                caps=self.bounds.caps_of(path), bound=bound,
             )  # fmt: skip
+            weight, bias = (places.get(id(getattr(layer, name, None))) for name in ("weight", "bias"))
+            measure = self.plan.measure(path, self._release.knorm) if bound else None
+            self._collector.enter(Entry(layer, weight, bias, len(uses), joint, measure))
+            if joint is None and (bound or self.bounds.adaptive is None):
+                self._limited.append((index, cast(Tensor, layer._wc_limits)[2], self._shares[index]))
         if self.bounds.adaptive is not None:
             self._adapt(self.bounds.adaptive)
         self._gate = OutputGate(self, self.device)
@@ -228,8 +251,10 @@ class PrivacyEngine(TrainingLoop):
             self.model.get_submodule(path).register_forward_pre_hook(InputProjection(radius, detach), with_kwargs=True)
             for path, radius in projections.items()
         ]
-        guard = ShapeGuard(self.plan.graph.input_shapes)
+        guard, buffers = ShapeGuard(self.plan.graph.input_shapes, self._example), BufferGuard(self.model)
         self._handles.append(self.model.register_forward_pre_hook(guard, with_kwargs=True))
+        self._handles.append(self.model.register_forward_pre_hook(buffers.before))
+        self._handles.append(self.model.register_forward_hook(buffers.after))
         self._handles.append(self.model.register_forward_hook(self._gate))
         self._trained = set(places)
         for block in blocks:
@@ -245,7 +270,7 @@ class PrivacyEngine(TrainingLoop):
         assert self.model is not None
         layers = {path: (self.model.get_submodule(path), len(uses)) for path, uses in self.plan.layers.items()}
         self._quantiles = self.plan.quantiles = Quantiles(
-            settings, layers, self.views, self.expected_batch_size, self.noise_multiplier, lambda: self._collecting
+            settings, layers, self.views, self.expected_batch_size, self.noise_multiplier
         )
         self._release.sigma = self._quantiles.gradient_sigma
 

@@ -55,7 +55,7 @@ def test_the_kernels_way_takes_records_with_and_without_positions(shape, monkeyp
     weight, bias = torch.ones(6, requires_grad=True), torch.zeros(6, requires_grad=True)
 
     def gradients():
-        y = AffineFunction.apply(x, weight, bias, torch.full((3,), torch.inf), 0, 1.0, 1)
+        y = AffineFunction.apply(x, weight, bias, None, 0, torch.full((3,), torch.inf), 0, 1.0, 1)
         return torch.autograd.grad(y, [weight, bias], d)
 
     expected = gradients()

@@ -118,17 +118,17 @@ def summed_gradient(engine: PrivacyEngine, x: Tensor, y: Tensor, units: list[flo
 @contextlib.contextmanager
 def opened(engine: PrivacyEngine) -> Iterator[None]:
     """Inside, gradients may be taken from the model's output directly, past the gate: for audits only."""
-    gate, layers = engine._gate, [] if engine._quantiles is None else list(engine._quantiles.modules.values())
-    before, counters = gate.engine, [layer._wc_counter for layer in layers]
+    gate, sinks = engine._gate, [entry.layer._wc_sink for entry in engine._collector.entries]
+    before = gate.engine
     gate.engine = None
-    for layer in layers:  # limits stay, counting for their quantiles pauses
-        layer._wc_counter = None
+    for sink in sinks:  # layers return their limited products as gradients, which can be differentiated once more
+        sink.on = False
     try:
         yield
     finally:
         gate.engine = before
-        for layer, counter in zip(layers, counters, strict=True):
-            layer._wc_counter = counter
+        for sink in sinks:
+            sink.on = True
 
 
 def _separate(bounds: Bounds, layers: list[str]) -> Bounds:

@@ -1,6 +1,8 @@
 """Bounded factors inside the weight-gradient product: no per-sample gradient, any architecture in between."""
 
-from weightclip.factors._joint import JointCap as JointCap
+from weightclip.factors._collector import Collector as Collector
+from weightclip.factors._collector import Entry as Entry
+from weightclip.factors._kinds import Measure as Measure
 from weightclip.factors._limits import Product as Product
 from weightclip.factors._limits import is_plain as is_plain
 from weightclip.factors._limits import plain_forward as plain_forward

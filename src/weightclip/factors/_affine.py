@@ -7,8 +7,19 @@ import math
 import torch
 from torch import Tensor
 
+from weightclip.factors._collect import collect
 from weightclip.factors._kernel import fits, record_sums
-from weightclip.factors._limits import CAP, cap_scale, masked, product_rounding, record_scale, squared_norm, wide
+from weightclip.factors._limits import (
+    BOUND,
+    CAP,
+    Counts,
+    cap_scale,
+    masked,
+    product_rounding,
+    record_scale,
+    squared_norm,
+    wide,
+)
 
 
 def shaped(value: Tensor, like: Tensor, first: int) -> Tensor:
@@ -36,13 +47,53 @@ def affine_record_norm(x: Tensor, d: Tensor, dims: list[int], beta: float) -> Te
     return (exact.sqrt() + 2 * product_rounding(math.prod(x.shape[1:]), torch.float64) * free.sqrt()).float()
 
 
+def free_dims(x: Tensor, weight: Tensor, first: int) -> list[int]:
+    """Dimensions of an activation, besides the records, that the parameters do not have."""
+    return [k for k in range(1, x.dim()) if not first <= k < first + weight.dim()]
+
+
+def affine_factors(x: Tensor, d: Tensor, beta: float, dims: list[int]) -> tuple[Tensor, Tensor]:
+    """Columns of different channels are disjoint: the parameter factor is the largest channel's norm."""
+    energy = wide(x).square()
+    energy = energy.sum(dims) if dims else energy
+    shared = math.prod(x.shape[k] for k in dims)
+    return (energy.flatten(1).amax(1) + beta**2 * shared).sqrt(), squared_norm(d).sqrt()
+
+
+def affine_scale(
+    x: Tensor, d: Tensor, limits: Tensor, flags: int, beta: float, dims: list[int], counter: Counts | None = None
+) -> Tensor | None:
+    """Scale of each record; a cap meets the exact norm, a certified bound the factors' product."""
+    if flags == 0:
+        return None
+    x_norm, d_norm = affine_factors(x, d, beta, dims)
+    if not flags & CAP or flags & BOUND:
+        return record_scale(x_norm, d_norm, limits, flags, counter)
+    scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, counter)
+    return cap_scale(scale, affine_record_norm(x, d, dims, beta), x_norm, d_norm, limits[2], counter)
+
+
+def affine_sums(
+    x: Tensor, d: Tensor, scale: Tensor | None, like: Tensor, first: int, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of gamma and b summed over records and shared places, each only if wanted."""
+    if first == 1 and like.dim() == 1 and fits(x, d):
+        x, d = (t.reshape(*t.shape[:2], -1) for t in (x, d))  # also without positions
+        bias, weight = record_sums(d, scale, x).unbind()
+        return weight if wanted[0] else None, bias if wanted[1] else None
+    ds, xs = masked(d, scale, True), masked(x, scale, False)
+    return (
+        summed(ds * xs, like.shape, first) if wanted[0] else None, summed(ds, like.shape, first) if wanted[1] else None
+    )  # fmt: skip
+
+
 class AffineFunction(torch.autograd.Function):
-    """gamma and b occupy dimensions ``first`` .. of the activation; records are dimension 0."""
+    """gamma and b occupy dimensions ``first`` .. of the activation; records are dimension 0 (see DenseFunction)."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, weight, bias, limits, flags, beta, first, counter=None):
+    def forward(x, weight, bias, token, key, limits, flags, beta, first):
         """gamma * x + b."""
         y = x * shaped(weight, x, first).to(x.dtype)
         return y if bias is None else y + shaped(bias, x, first).to(x.dtype)
@@ -50,43 +101,22 @@ class AffineFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Keep what the backward needs."""
-        x, weight, bias, limits, flags, beta, first, *counter = inputs
-        ctx.counter = counter
-        ctx.save_for_backward(x, weight, limits)
+        x, weight, bias, token, ctx.key, limits, flags, beta, first = inputs
+        ctx.save_for_backward(x, weight, token, limits)
         ctx.settings = (flags, beta, first)
 
     @staticmethod
     def backward(ctx, d):
         """Ordinary input gradient; parameter gradients from s_i delta_i."""
-        x, weight, limits = ctx.saved_tensors
+        x, weight, token, limits = ctx.saved_tensors
         flags, beta, first = ctx.settings
         gw = gb = None
         gx = d * shaped(weight, d, first).to(d.dtype) if ctx.needs_input_grad[0] else None
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            scale = None
-            if flags:
-                dims = [k for k in range(1, x.dim()) if not first <= k < first + weight.dim()]
-                shared = 1
-                for k in dims:
-                    shared *= x.shape[k]
-                energy = wide(x).square()
-                energy = energy.sum(dims) if dims else energy
-                bias_part = beta if ctx.needs_input_grad[2] else 0.0
-                # columns of different channels are disjoint: the parameter factor is the largest channel's norm
-                x_norm = (energy.flatten(1).amax(1) + bias_part**2 * shared).sqrt()
-                d_norm = squared_norm(d).sqrt()
-                scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, *ctx.counter)
-                if flags & CAP:
-                    norm = affine_record_norm(x, d, dims, bias_part)
-                    scale = cap_scale(scale, norm, x_norm, d_norm, limits, *ctx.counter)
-            if first == 1 and weight.dim() == 1 and fits(x, d):
-                x, d = (t.reshape(*t.shape[:2], -1) for t in (x, d))  # also without positions
-                gb, gw = record_sums(d, scale, x).to(weight.dtype).unbind()
-                gw, gb = (g if needed else None for g, needed in zip((gw, gb), ctx.needs_input_grad[1:3], strict=True))
-            else:
-                ds, xs = masked(d, scale, True), masked(x, scale, False)
-                if ctx.needs_input_grad[1]:
-                    gw = summed(ds * xs, weight.shape, first).to(weight.dtype)
-                if ctx.needs_input_grad[2]:
-                    gb = summed(ds, weight.shape, first).to(weight.dtype)
-        return gx, gw, gb, *([None] * (4 + len(ctx.counter)))
+        if ctx.key:
+            collect(ctx.key, token, x, d)
+        elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            bias_part = beta if ctx.needs_input_grad[2] else 0.0
+            scale = affine_scale(x, d, limits, flags, bias_part, free_dims(x, weight, first))
+            gw, gb = affine_sums(x, d, scale, weight, first, ctx.needs_input_grad[1:3])
+            gw, gb = (g if g is None else g.to(weight.dtype) for g in (gw, gb))
+        return gx, gw, gb, *[None] * 6

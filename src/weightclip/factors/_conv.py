@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._kernel import fits, fits_scale, fused_scale, laid_out, record_sums, weight_gradient
+from weightclip.factors._collect import collect
+from weightclip.factors._kernel import fits, fits_scale, fused_norms, fused_scale, laid_out, record_sums, weight_gradient
 from weightclip.factors._limits import (
+    BOUND,
     CAP,
     KIND_SHIFT,
+    Counts,
     cap_scale,
     masked,
     no_autocast,
@@ -41,6 +45,15 @@ def patch_norm_squared(x: Tensor, out: tuple[int, ...], kernel, stride, dilation
             x.shape[2 + axis], kernel[axis], stride[axis], dilation[axis], padding[axis], out[axis], x
         ).to(energy.dtype)
         energy = (energy * counts).sum(-1)  # no matrix product: those may round operands to TF32
+    return energy
+
+
+def patch_energies(x: Tensor, shape: Shape) -> Tensor:
+    """Sum of squares of each patch of each record: (records, output positions), all channels of the input."""
+    energy = wide(x).square().sum(1)
+    for axis, (k, s, p, e) in enumerate(zip(shape.kernel, shape.stride, shape.padding, shape.dilation, strict=True)):
+        energy = F.pad(energy, [0, 0] * (energy.dim() - axis - 2) + [p, p]) if p else energy
+        energy = energy.unfold(1 + axis, e * (k - 1) + 1, s)[..., ::e].sum(-1)
     return energy
 
 
@@ -140,15 +153,104 @@ def by_taps(x: Tensor, d: Tensor, kernel, stride, padding, dilation) -> Tensor:
     return torch.stack(parts, 2).unflatten(2, tuple(kernel))  # out x in x kernel
 
 
+@dataclass(frozen=True)
+class Shape:
+    """The fixed numbers of one use of a convolution, as ``torch.convolution`` takes them."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    transposed: bool
+    extra: tuple[int, ...]  # output padding of a transposed one
+
+    @property
+    def conf(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+        """Stride, padding, dilation, groups."""
+        return self.stride, self.padding, self.dilation, self.groups
+
+    @property
+    def overlap(self) -> int:
+        """m: how many output positions one input place may reach by one channel (SOUNDNESS section 3)."""
+        axes = zip(self.kernel, self.stride, self.dilation, strict=True)
+        return math.prod(-(-k // (s // math.gcd(s, e))) for k, s, e in axes)
+
+    def geometry(self) -> Geometry:
+        """What norms of per-record gradients need to know."""
+        return Geometry(self.kernel, self.stride, self.padding, self.dilation, self.groups)
+
+
+def conv_factors(x: Tensor, d: Tensor, beta: float, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Norm of each record's patch matrix with its row of beta (transposed: its bound), and of its cotangent."""
+    out = tuple(d.shape[2:])
+    if shape.transposed:
+        squares = shape.overlap * squared_norm(x)
+    else:
+        squares = patch_norm_squared(x, out, shape.kernel, shape.stride, shape.dilation, shape.padding)
+    return (squares + beta**2 * math.prod(out)).sqrt(), squared_norm(d).sqrt()
+
+
+def conv_norm(x: Tensor, d: Tensor, beta: float, shape: Shape, kind: int, product: torch.dtype) -> Tensor:
+    """Norm of each record's gradient, or a bound of it, in the way asked for."""
+    if kind == FREE and not shape.transposed and fits_scale(x, d, 1):
+        out = tuple(d.shape[2:])
+        counts = patch_weights(x, out, shape.kernel, shape.stride, shape.dilation, shape.padding)
+        return fused_norms(x, d, beta**2 * math.prod(out), counts)
+    if kind == FREE or shape.transposed:
+        x_norm, d_norm = conv_factors(x, d, beta, shape)
+        return x_norm * d_norm
+    return conv_record_norm(x, d, shape.geometry(), beta, kind, product)
+
+
+def conv_scale(
+    x: Tensor, d: Tensor, limits: Tensor, flags: int, beta: float, shape: Shape, product: torch.dtype = torch.float64,
+    counter: Counts | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Scale of each record; a cap meets the norm its kind asks for."""
+    if flags == 0:
+        return None
+    flags = flags & ~BOUND  # whose kind is FREE
+    if not shape.transposed and counter is None and fits_scale(x, d, flags):
+        places = tuple(d.shape[2:])
+        counts = patch_weights(x, places, shape.kernel, shape.stride, shape.dilation, shape.padding)
+        return fused_scale(x, d, limits, flags, beta**2 * math.prod(places), counts)
+    x_norm, d_norm = conv_factors(x, d, beta, shape)
+    kind = flags >> KIND_SHIFT
+    if not flags & CAP or kind == FREE or shape.transposed:
+        return record_scale(x_norm, d_norm, limits, flags, counter)
+    scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, counter)
+    norm = conv_record_norm(x, d, shape.geometry(), beta, kind, product)
+    return cap_scale(scale, norm, x_norm, d_norm, limits[2], counter)
+
+
+def conv_sums(
+    x: Tensor, d: Tensor, scale: Tensor | None, like: Tensor, shape: Shape, product: tuple[torch.dtype, int],
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of kernel and bias summed over records, each only if wanted; laid out as the weight ``like``."""
+    dtype, chunk = product
+    if wanted[0] and dtype == torch.float64 and by_kernel(x, d, shape.groups, shape.transposed):
+        sizes = like.shape[2:], shape.stride, shape.padding, shape.dilation
+        weight, bias = weight_gradient(x, d, scale, *sizes, wanted[1])
+        return laid_out(weight, like), bias
+    weight = bias = None
+    if wanted[0]:
+        weight = conv_product(x, d, scale, like, shape.conf, dtype, chunk, shape.transposed, shape.extra)
+    if wanted[1]:
+        bias = channel_sums(d, scale, dtype == torch.float32 and chunk == 1)
+    return weight, bias
+
+
 class ConvFunction(torch.autograd.Function):
-    """Native convolution forward; backward with bounded factors in the weight gradient only."""
+    """Native convolution forward; backward with bounded factors in the weight gradient only (see DenseFunction)."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        x, weight, bias, limits, flags, beta, dtype, chunk, stride, padding, dilation, groups, transposed, extra,
-        counter=None,
+        x, weight, bias, token, key, limits, flags, beta, dtype, chunk, stride, padding, dilation, groups, transposed,
+        extra,
     ):  # fmt: skip
         """Native forward."""
         return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, extra, groups)
@@ -156,15 +258,14 @@ class ConvFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Keep what the backward needs."""
-        x, weight, bias, limits, flags, beta, dtype, chunk, *conf = inputs
-        conf, ctx.counter = conf[:6], conf[6:]
-        ctx.save_for_backward(x, weight, limits)
+        x, weight, bias, token, ctx.key, limits, flags, beta, dtype, chunk, *conf = inputs
+        ctx.save_for_backward(x, weight, token, limits)
         ctx.settings, ctx.conf = (flags, beta, dtype, chunk), conf
 
     @staticmethod
     def backward(ctx, d):
         """Ordinary input gradient; weight gradient from s_i delta_i (SOUNDNESS section 4)."""
-        x, weight, limits = ctx.saved_tensors
+        x, weight, token, limits = ctx.saved_tensors
         flags, beta, dtype, chunk = ctx.settings
         stride, padding, dilation, groups, transposed, extra = ctx.conf
         gx = gw = gb = None
@@ -174,49 +275,16 @@ class ConvFunction(torch.autograd.Function):
                     d, x.to(d.dtype), weight.to(d.dtype), None, stride, padding, dilation, transposed, extra, groups,
                     (True, False, False),
                 )[0].to(x.dtype)  # fmt: skip
-            if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-                scale = None
-                if flags and not transposed and fits_scale(x, d, flags) and not any(ctx.counter):
-                    places = d.shape[2:]
-                    counts = patch_weights(x, tuple(places), tuple(weight.shape[2:]), stride, dilation, padding)
-                    bias_part = beta**2 * math.prod(places) if ctx.needs_input_grad[2] else 0.0
-                    scale = fused_scale(x, d, limits, flags, bias_part, counts)
-                elif flags:
-                    out, bias_part = d.shape[2:], beta if ctx.needs_input_grad[2] else 0.0
-                    kernel = weight.shape[2:]
-                    if transposed:
-                        m = math.prod(
-                            -(-k // (s // math.gcd(s, e))) for k, s, e in zip(kernel, stride, dilation, strict=True)
-                        )
-                        squares = m * squared_norm(x)
-                    else:
-                        squares = patch_norm_squared(x, tuple(out), kernel, stride, dilation, padding)
-                    x_norm = (squares + bias_part**2 * math.prod(out)).sqrt()
-                    d_norm = squared_norm(d).sqrt()
-                    caps = flags >> KIND_SHIFT
-                    if flags & CAP and caps != FREE and not transposed:
-                        scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, *ctx.counter)
-                        geometry = Geometry(tuple(kernel), stride, padding, dilation, groups)
-                        norm = conv_record_norm(x, d, geometry, bias_part, caps, dtype)
-                        scale = cap_scale(scale, norm, x_norm, d_norm, limits, *ctx.counter)
-                    else:
-                        scale = record_scale(x_norm, d_norm, limits, flags, *ctx.counter)
-                conf = (stride, padding, dilation, groups)
-                if ctx.needs_input_grad[1] and dtype == torch.float64 and by_kernel(x, d, groups, transposed):
-                    sizes = weight.shape[2:], stride, padding, dilation
-                    gw, gb = weight_gradient(x, d, scale, *sizes, ctx.needs_input_grad[2])
-                    return gx, laid_out(gw, weight), gb if gb is None else gb.to(weight.dtype), *_rest(ctx)
-                if ctx.needs_input_grad[1]:
-                    gw = conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, extra).to(weight.dtype)
-                if ctx.needs_input_grad[2]:
-                    gb = channel_sums(d, scale, dtype == torch.float32 and chunk == 1).to(weight.dtype)
-        return gx, gw, gb, *_rest(ctx)
+            if ctx.key:
+                collect(ctx.key, token, x, d)
+            elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+                shape = Shape(tuple(weight.shape[2:]), *ctx.conf)
+                scale = conv_scale(x, d, limits, flags, beta if ctx.needs_input_grad[2] else 0.0, shape, dtype)
+                gw, gb = conv_sums(x, d, scale, weight, shape, (dtype, chunk), ctx.needs_input_grad[1:3])
+                gw, gb = (g if g is None else g.to(weight.dtype) for g in (gw, gb))
+        return gx, gw, gb, *[None] * 13
 
 
 def by_kernel(x: Tensor, d: Tensor, groups: int, transposed: bool) -> bool:
     """Whether ``weight_gradient`` can take these factors."""
     return x.dim() == 4 and groups == 1 and not transposed and fits(x, d)
-
-
-def _rest(ctx) -> list[None]:
-    return [None] * (11 + len(ctx.counter))

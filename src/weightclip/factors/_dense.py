@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._kernel import dense_gradient, fits, fits_scale, fused_scale, laid_out, record_sums
+from weightclip.factors._kernel import dense_gradient, fits, fits_scale, fused_norms, fused_scale, laid_out, record_sums
+from weightclip.factors._collect import collect
 from weightclip.factors._limits import (
+    BOUND,
     CAP,
     Counts,
     both_masked,
@@ -35,13 +37,28 @@ def dense_scale(
     if flags == 0:
         return None
     places = math.prod(x.shape[1:-1])
-    if (places == 1 or not flags & CAP) and counter is None and fits_scale(x, d, flags & 7):
+    free = places == 1 or not flags & CAP or bool(flags & BOUND)
+    if free and counter is None and fits_scale(x, d, flags & 7):
         return fused_scale(x, d, limits, flags & 7, beta**2 * places)
-    x_norm, d_norm = squared_norm(x, beta**2 * places).sqrt(), squared_norm(d).sqrt()
-    if flags & CAP and places > 1:
-        scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, counter)
-        return cap_scale(scale, position_gram(x, d, beta, product), x_norm, d_norm, limits, counter)
-    return record_scale(x_norm, d_norm, limits, flags, counter)
+    x_norm, d_norm = dense_factors(x, d, beta)
+    if free:
+        return record_scale(x_norm, d_norm, limits, flags, counter)
+    scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, counter)
+    return cap_scale(scale, position_gram(x, d, beta, product), x_norm, d_norm, limits[2], counter)
+
+
+def dense_factors(x: Tensor, d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """||(x, beta)|| and ||delta|| of each record, over all its positions."""
+    return squared_norm(x, beta**2 * math.prod(x.shape[1:-1])).sqrt(), squared_norm(d).sqrt()
+
+
+def dense_norm(x: Tensor, d: Tensor, beta: float, product: torch.dtype) -> Tensor:
+    """Norm of each record's gradient: exact for one position, by position Grams for several."""
+    if math.prod(x.shape[1:-1]) > 1:
+        return position_gram(x, d, beta, product)
+    if fits_scale(x, d, 1):
+        return fused_norms(x, d, beta**2)
+    return (squared_norm(x) + beta**2).sqrt() * squared_norm(d).sqrt()
 
 
 def position_gram(x: Tensor, d: Tensor, beta: float, product: torch.dtype = torch.float64) -> Tensor:
@@ -104,49 +121,58 @@ def _flat(value: Tensor) -> Tensor:
     return value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
 
 
+def dense_sums(
+    x: Tensor, d: Tensor, scale: Tensor | None, like: Tensor, product: tuple[torch.dtype, int], wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of weight and bias summed over records, each only if wanted; laid out as the weight ``like``."""
+    by_kernel, (dtype, chunk) = fits(x, d), product
+    if scale is not None and not by_kernel:  # scaled once for both gradients
+        x, d, scale = *both_masked(x, d, scale), None
+    if by_kernel and dtype == torch.float64 and wanted[0]:
+        weight, bias = dense_gradient(x, d, scale, wanted[1])
+        return laid_out(weight, like), bias
+    if x.is_cpu and d.numel() <= _CACHE and not transforming():
+        d = d.double()  # one copy for both gradients
+    return (
+        dense_product(x, d, scale, dtype, chunk) if wanted[0] else None,
+        bias_product(d, scale, dtype) if wanted[1] else None,
+    )
+
+
 class DenseFunction(torch.autograd.Function):
-    """The native dense layer forward; backward with bounded factors in the weight gradient only."""
+    """The native dense layer forward; backward with bounded factors in the weight gradient only.
+
+    With a ``key`` both factors go to the engine's collector and the weight gets no gradient from autograd; without one
+    (audits, which differentiate it once more) the limited product is returned as the gradient.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, weight, bias, limits, flags, beta, dtype, chunk, counter=None):
+    def forward(x, weight, bias, token, key, limits, flags, beta, dtype, chunk):
         """Native forward."""
         return own(F.linear(x, weight, bias))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Keep what the backward needs."""
-        x, weight, bias, limits, flags, beta, dtype, chunk, *counter = inputs
-        ctx.counter = counter
-        ctx.save_for_backward(x, weight, limits)
-        ctx.has_bias, ctx.settings = bias is not None, (flags, beta, dtype, chunk)
+        x, weight, bias, token, ctx.key, limits, flags, beta, dtype, chunk = inputs
+        ctx.save_for_backward(x, weight, token, limits)
+        ctx.settings = (flags, beta, dtype, chunk)
 
     @staticmethod
     def backward(ctx, d):
         """Ordinary input gradient; weight gradient from s_i delta_i (SOUNDNESS section 4)."""
-        x, weight, limits = ctx.saved_tensors
+        x, weight, token, limits = ctx.saved_tensors
         flags, beta, dtype, chunk = ctx.settings
         gx = gw = gb = None
         with no_autocast(d.device.type):
             if ctx.needs_input_grad[0]:
                 gx = (d @ weight.to(d.dtype)).to(x.dtype)
-            if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-                scale = dense_scale(x, d, limits, flags, beta if ctx.needs_input_grad[2] else 0.0, dtype, *ctx.counter)
-                by_kernel = fits(x, d)
-                if scale is not None and not by_kernel:  # scaled once for both gradients
-                    x, d, scale = *both_masked(x, d, scale), None
-                if by_kernel and dtype == torch.float64 and ctx.needs_input_grad[1]:
-                    gw, gb = dense_gradient(x, d, scale, ctx.needs_input_grad[2])
-                    return gx, laid_out(gw, weight), gb if gb is None else gb.to(weight.dtype), *_rest(ctx)
-                if x.is_cpu and d.numel() <= _CACHE and not transforming():
-                    d = d.double()  # one copy for both gradients
-                if ctx.needs_input_grad[1]:
-                    gw = dense_product(x, d, scale, dtype, chunk).to(weight.dtype)
-                if ctx.needs_input_grad[2]:
-                    gb = bias_product(d, scale, dtype).to(weight.dtype)
-        return gx, gw, gb, *_rest(ctx)
-
-
-def _rest(ctx) -> list[None]:
-    return [None] * (5 + len(ctx.counter))
+            if ctx.key:
+                collect(ctx.key, token, x, d)
+            elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+                scale = dense_scale(x, d, limits, flags, beta if ctx.needs_input_grad[2] else 0.0, dtype)
+                gw, gb = dense_sums(x, d, scale, weight, (dtype, chunk), ctx.needs_input_grad[1:3])
+                gw, gb = (g if g is None else g.to(weight.dtype) for g in (gw, gb))
+        return gx, gw, gb, *[None] * 7

@@ -6,39 +6,54 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from weightclip.factors._collect import collect
 from weightclip.factors._limits import masked, own, record_scale, squared_norm
 
 
+def embedding_factors(ids: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """The input factor is the constant sqrt(S): all S positions may hit one row (SOUNDNESS section 3)."""
+    d_norm = squared_norm(d).sqrt()
+    return torch.full_like(d_norm, math.sqrt(max(1, math.prod(ids.shape[1:])))), d_norm
+
+
+def embedding_sums(ids: Tensor, d: Tensor, scale: Tensor | None, rows: int, skip: int, dtype: torch.dtype) -> Tensor:
+    """Scaled cotangents summed per row of the table; ``skip`` is the row that gets none (-1: no such row)."""
+    values = masked(d, scale, True)
+    values = values.to(torch.promote_types(dtype, values.dtype))
+    return torch.ops.aten.embedding_dense_backward(values, ids, rows, skip, False)
+
+
 class EmbeddingFunction(torch.autograd.Function):
-    """Native lookup forward; every row of the table gets a (dense) gradient, so every row gets noise."""
+    """Native lookup forward; every row of the table gets a (dense) gradient, so every row gets noise.
+
+    Its arguments are those of the other kinds, a bias it never has included.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(indices, weight, limits, flags, padding_idx, dtype, counter=None):
+    def forward(indices, weight, bias, token, key, limits, flags, padding_idx, dtype):
         """Native forward."""
         return own(F.embedding(indices, weight, padding_idx))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Keep what the backward needs."""
-        indices, weight, limits, flags, padding_idx, dtype, *counter = inputs
-        ctx.counter = counter
-        ctx.save_for_backward(indices, limits)
+        indices, weight, _, token, ctx.key, limits, flags, padding_idx, dtype = inputs
+        ctx.save_for_backward(indices, token, limits)
         ctx.settings = (flags, -1 if padding_idx is None else padding_idx, dtype, weight.shape[0], weight.dtype)
 
     @staticmethod
     def backward(ctx, d):
-        """Sum of scaled cotangents per row; the input factor is the constant sqrt(S) (SOUNDNESS section 3)."""
-        indices, limits = ctx.saved_tensors
+        """Sum of scaled cotangents per row."""
+        indices, token, limits = ctx.saved_tensors
         flags, padding_idx, dtype, rows, native = ctx.settings
-        scale = None
-        if flags:
-            d_norm = squared_norm(d).sqrt()
-            x_norm = torch.full_like(d_norm, math.sqrt(max(1, math.prod(indices.shape[1:]))))
-            scale = record_scale(x_norm, d_norm, limits, flags, *ctx.counter)
-        values = masked(d, scale, True)
-        values = values.to(torch.promote_types(dtype, values.dtype))
-        grad = torch.ops.aten.embedding_dense_backward(values, indices, rows, padding_idx, False)
-        return None, grad.to(native), *([None] * (4 + len(ctx.counter)))
+        gradient = None
+        if ctx.key:
+            collect(ctx.key, token, indices, d)
+        else:
+            scale = record_scale(*embedding_factors(indices, d), limits, flags) if flags else None
+            gradient = embedding_sums(indices, d, scale, rows, padding_idx, dtype).to(native)
+        return None, gradient, *[None] * 7

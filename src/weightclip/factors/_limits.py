@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 RADIUS, COTANGENT, CAP = 1, 2, 4  # bits: which of the limits are enforced
-KIND_SHIFT = 4  # the bits above say how a capped convolution measures its gradients (factors._record_norms)
+KIND_SHIFT = 4  # three bits from here on say how a capped convolution measures its gradients (factors._record_norms)
+BOUND = 1 << 7  # the cap stands for a certified bound: it meets the free product of norms, as the certificate does
 SMALLEST = 2.0**-126  # normal float32: smaller scales count as zero
 _TINIEST = torch.finfo(torch.float32).tiny
 TINY = 1e-30  # floor under a norm before dividing by it: a zero record keeps scale one
@@ -111,13 +113,13 @@ def record_scale(
 
 
 def cap_scale(
-    scale: Tensor | None, norm: Tensor, x_norm: Tensor, d_norm: Tensor, limits: Tensor, counter: Counts | None = None
+    scale: Tensor | None, norm: Tensor, x_norm: Tensor, d_norm: Tensor, cap: Tensor, counter: Counts | None = None
 ) -> Tensor:
     """``scale`` lowered so that scale * norm <= cap, with ``norm`` a bound of each record's gradient norm."""
     before = torch.ones_like(norm) if scale is None else scale
-    capped = before * (limits[2] / (before * norm).clamp(min=TINY)).clamp(max=1)
+    capped = before * (cap / (before * norm).clamp(min=TINY)).clamp(max=1)
     if counter is not None:
-        counter.add(2, before * norm <= limits[2], d_norm)
+        counter.add(2, before * norm <= cap, d_norm)
     good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(capped) & torch.isfinite(norm)
     good = good & (capped >= SMALLEST)  # as in record_scale
     return torch.where(good, capped, torch.zeros_like(capped))
@@ -225,22 +227,22 @@ def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
 
 @dataclass
 class _Mode:
-    plain: bool = False
+    plain_in: int | None = None  # the thread that asked for native forwards: another one may be training
 
 
 _MODE = _Mode()
 
 
 @contextlib.contextmanager
-def plain_forward(model: nn.Module | None = None) -> Iterator[None]:
-    """Inside, private layers run their native forward and projections are off: for tracing."""
-    before, _MODE.plain = _MODE.plain, True
+def plain_forward() -> Iterator[None]:
+    """Inside, and in this thread only, private layers run their native forward and projections are off: for tracing."""
+    before, _MODE.plain_in = _MODE.plain_in, threading.get_ident()
     try:
         yield
     finally:
-        _MODE.plain = before
+        _MODE.plain_in = before
 
 
 def is_plain() -> bool:
-    """Whether native forwards were asked for."""
-    return _MODE.plain
+    """Whether native forwards were asked for in this thread."""
+    return _MODE.plain_in is not None and _MODE.plain_in == threading.get_ident()

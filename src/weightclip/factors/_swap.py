@@ -12,33 +12,42 @@ from torch.nn.modules.conv import _ConvNd
 from weightclip import nn as wnn
 from weightclip.errors import CertificationError
 from weightclip.factors._affine import AffineFunction
+from weightclip.factors._collect import Sink
 from weightclip.factors._conv import ConvFunction
 from weightclip.factors._dense import DenseFunction
 from weightclip.factors._embedding import EmbeddingFunction
-from weightclip.factors._joint import JointCap, joint_forward
-from weightclip.factors._limits import CAP, COTANGENT, KIND_SHIFT, RADIUS, Product, eager_twin, is_plain, transforming
+from weightclip.factors._kinds import first_of
+from weightclip.factors._limits import (
+    BOUND,
+    CAP,
+    COTANGENT,
+    KIND_SHIFT,
+    RADIUS,
+    Product,
+    eager_twin,
+    is_plain,
+    transforming,
+)
 from weightclip.factors._record_norms import CHEAPEST
 
 _INF = float("inf")
 _EAGER: dict[Any, Any] = {f: eager_twin(f) for f in (AffineFunction, ConvFunction, DenseFunction, EmbeddingFunction)}
 
 
-def _apply(function: Any, *args: Any) -> Tensor:
+def _apply(function: Any, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *conf: Any) -> Tensor:
+    """The layer's forward: its backward hands both factors to the engine, or returns the limited product (audits)."""
     if not torch.is_grad_enabled():  # no backward to bound; torch.compile could not trace the Function here
-        return function.forward(*args[:-1])
-    if args[-1] is not None:
-        return _apply_counting(function, *args)
-    args = args[:-1]
-    chosen = function if transforming() else _EAGER[function]
-    return chosen.apply(*args)
-
-
-def _counting(function: Any, *args: Any) -> Tensor:
-    """With a counter, which the backward changes: breaks compiled graphs, results are the same."""
-    return _EAGER[function].apply(*args)
-
-
-_apply_counting: Any = torch.compiler.disable(_counting)
+        return function.forward(x, weight, bias, None, 0, None, *conf)
+    sink = layer._wc_sink
+    compiling = torch.compiler.is_compiling()
+    if sink is None or not sink.on or (not compiling and transforming()):
+        way = None, 0, layer._wc_limits
+    else:
+        if not compiling:
+            sink.check(layer.weight)
+        way = layer._wc_token, sink.key, None
+    chosen = function if compiling or transforming() else _EAGER[function]
+    return chosen.apply(x, weight, bias, *way, *conf)
 
 
 class _Private:
@@ -49,14 +58,16 @@ class _Private:
     _wc_flags: int
     _wc_beta: float
     _wc_product: Product
-    _wc_joint: JointCap | None = None
+    _wc_kind: int
+    _wc_token: Tensor
+    _wc_sink: Sink | None = None
     _wc_counter: Any = None
 
     def _get_name(self) -> str:
         return self._wc_native.__name__
 
     def _conf(self) -> tuple[Any, ...]:
-        return self._wc_limits, self._wc_flags, self._wc_beta, self._wc_product.dtype, self._wc_product.chunk
+        return self._wc_flags, self._wc_beta, self._wc_product.dtype, self._wc_product.chunk
 
 
 class PrivateLinear(_Private, nn.Linear):
@@ -68,9 +79,7 @@ class PrivateLinear(_Private, nn.Linear):
         """Native forward."""
         if is_plain():
             return nn.Linear.forward(self, input)
-        if self._wc_joint is not None:
-            return joint_forward(self, input)
-        return _apply(DenseFunction, input, self.weight, self.bias, *self._conf(), self._wc_counter)
+        return _apply(DenseFunction, self, input, self.weight, self.bias, *self._conf())
 
 
 class _PrivateConv(_Private):
@@ -94,12 +103,9 @@ class _PrivateConv(_Private):
                 input = F.pad(input, conv._reversed_padding_repeated_twice)
             padding = (0,) * len(conv.kernel_size)
         zeros = (0,) * len(conv.kernel_size)
-        if self._wc_joint is not None:
-            return joint_forward(conv, input, (conv.stride, tuple(padding), conv.dilation, conv.groups, False, zeros))
         return _apply(
-            ConvFunction,
-            input, self._kernel(), conv.bias, *self._conf(), conv.stride, padding, conv.dilation, conv.groups, False,
-            zeros, self._wc_counter,
+            ConvFunction, self, input, self._kernel(), conv.bias, *self._conf(), conv.stride, padding, conv.dilation,
+            conv.groups, False, zeros,
         )  # fmt: skip
 
 
@@ -133,7 +139,8 @@ class _InPlaceOf(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        """Nothing to keep."""
+        """Nothing to keep; where the product goes to the engine there is no gradient to pass on."""
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, d):
@@ -162,13 +169,9 @@ class _PrivateConvTranspose(_Private):
         extra = conv._output_padding(
             input, output_size, conv.stride, conv.padding, conv.kernel_size, axes, conv.dilation
         )
-        if self._wc_joint is not None:
-            conf = (conv.stride, conv.padding, conv.dilation, conv.groups, True, tuple(extra))
-            return joint_forward(conv, input, conf)
         return _apply(
-            ConvFunction,
-            input, conv.weight, conv.bias, *self._conf(), conv.stride, conv.padding, conv.dilation, conv.groups, True,
-            tuple(extra), self._wc_counter,
+            ConvFunction, self, input, conv.weight, conv.bias, *self._conf(), conv.stride, conv.padding, conv.dilation,
+            conv.groups, True, tuple(extra),
         )  # fmt: skip
 
 
@@ -199,18 +202,8 @@ class PrivateEmbedding(_Private, nn.Embedding):
         """Native forward."""
         if is_plain():
             return nn.Embedding.forward(self, input)
-        if self._wc_joint is not None:
-            return joint_forward(self, input)
-        return _apply(
-            EmbeddingFunction,
-            input,
-            self.weight,
-            self._wc_limits,
-            self._wc_flags,
-            self.padding_idx,
-            self._wc_product.dtype,
-            self._wc_counter,
-        )
+        flags, product = self._wc_flags, self._wc_product.dtype
+        return _apply(EmbeddingFunction, self, input, self.weight, None, flags, self.padding_idx, product)
 
 
 class _PrivateNorm(_Private):
@@ -225,12 +218,8 @@ class _PrivateNorm(_Private):
         layer: Any = self
         if is_plain() or layer.weight is None:
             return self._wc_native.forward(self, input)  # type: ignore[arg-type]
-        first = input.dim() - layer.weight.dim() if hasattr(layer, "normalized_shape") else 1
-        limits, flags, beta, _, _ = self._conf()
-        x = self._normalised(input)
-        if self._wc_joint is not None:
-            return joint_forward(layer, x, (first,))
-        return _apply(AffineFunction, x, layer.weight, layer.bias, limits, flags, beta, first, self._wc_counter)
+        x, first = self._normalised(input), first_of(layer, input)
+        return _apply(AffineFunction, self, x, layer.weight, layer.bias, self._wc_flags, self._wc_beta, first)
 
 
 class PrivateSafeGroupNorm(_PrivateNorm, wnn.SafeGroupNorm):
@@ -288,9 +277,12 @@ def make_layer_private(
     beta: float = 1.0,
     product: Product | None = None,
     caps: int = CHEAPEST,
-    joint: JointCap | None = None,
+    bound: bool = False,
 ) -> None:
     """Turn one native layer into its private form, in place, with the given limits (None: not enforced).
+
+    ``bound``: the cap stands for a certified bound, which the engine moves with the weights; it meets the product of
+    the factors' norms, and ``cap`` is only where it starts.
 
     Formal guarantees:
         The layer's weight gradient, for each record, is the native one times a number in [0, 1] such that the input
@@ -311,20 +303,20 @@ def make_layer_private(
     bits = ((RADIUS, radius), (COTANGENT, cotangent), (CAP, cap))
     layer._wc_flags = sum(bit for bit, value in bits if value is not None)
     if cap is not None:
-        layer._wc_flags |= int(caps) << KIND_SHIFT
-    capped = cap is not None or joint is not None
-    chosen = (product or Product()).resolve(isinstance(module, _ConvNd), device, capped)
-    layer._wc_beta, layer._wc_product, layer._wc_joint = float(beta), chosen, joint
-    layer._wc_counter = None
+        layer._wc_flags |= BOUND if bound else int(caps) << KIND_SHIFT
+    module.register_buffer("_wc_token", torch.zeros((), device=device), persistent=False)
+    chosen = (product or Product()).resolve(isinstance(module, _ConvNd), device, cap is not None and not bound)
+    layer._wc_beta, layer._wc_product, layer._wc_kind = float(beta), chosen, int(caps)
+    layer._wc_sink = layer._wc_counter = None
 
 
 def make_layer_plain(module: nn.Module) -> None:
     """Undo :func:`make_layer_private`."""
     if isinstance(module, _Private):
         native = module._wc_native
-        for name in ("_wc_flags", "_wc_beta", "_wc_product", "_wc_joint", "_wc_counter"):
+        for name in ("_wc_flags", "_wc_beta", "_wc_product", "_wc_kind", "_wc_sink", "_wc_counter"):
             module.__dict__.pop(name, None)
-        del module._wc_limits
+        del module._wc_limits, module._wc_token
         module.__class__ = native  # type: ignore[assignment]
 
 

@@ -1,0 +1,162 @@
+"""The collector: every product of every private layer, limited record by record, on its way to the release.
+
+SOUNDNESS section 7. For record i and layer k the products of all uses together are limited to the c_k that the noise of
+this release is scaled for, whatever graph, weights, Python state, hooks or loss made the two factors. Layers under the
+joint cap share one limit: B_i over all of them (SOUNDNESS section 4), known when the backward pass is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightclip.errors import ContractError
+from weightclip.factors import _kinds
+from weightclip.factors._collect import Sink
+from weightclip.factors._limits import BOUND, CAP, cap_scale, no_autocast, record_scale
+from weightclip.factors._record_norms import CHEAPEST
+
+_TINY = 1e-30
+
+
+@dataclass(eq=False)
+class Entry:
+    """One private layer under a collector.
+
+    Attributes:
+        layer: The layer.
+        weight: Place of its weight in the release, None if it is not trained; likewise ``bias``.
+        uses: How many uses share the layer's limit; those beyond contribute nothing.
+        joint: t_k under the joint cap, None for a limit of its own.
+        measure: The norm of the certified bound, where it is not the product of l2 norms.
+    """
+
+    layer: Any
+    weight: int | None
+    bias: int | None
+    uses: int = 1
+    joint: float | None = None
+    measure: _kinds.Measure | None = None
+    taken: int = 0
+    spent: Tensor | None = None  # what each record has used of the limit in this pass
+
+
+@dataclass
+class _Use:
+    """Both factors of one use under the joint cap, kept until the pass is over."""
+
+    entry: Entry
+    x: Tensor
+    d: Tensor
+
+
+class Collector:
+    """Takes both factors of each product, limits every record and adds the sums to the release.
+
+    Args:
+        add: Receives (place in the release, sum over records).
+        caps: How convolutions under the joint cap measure their gradients.
+
+    Formal guarantees:
+        While a collection is open, the sums handed to ``add`` hold for every record and every layer with a limit c_k of
+        its own at most c_k in norm, over all uses of the layer together (weight and beta times bias), and for all
+        layers under the joint cap together sum_k ||g_k||^2/t_k^2 <= 1; up to float32 rounding of norms, for which the
+        sensitivities allow. A record with a non-finite factor contributes exact zeros. One collection is one backward
+        pass over one physical batch whose records are its rows: anything else is refused or adds nothing. Whether a
+        record was scaled is private and told to nobody.
+    """
+
+    def __init__(self, add: Callable[[int, Tensor], None], caps: int = CHEAPEST) -> None:
+        self.add, self.caps, self.entries = add, caps, list[Entry]()
+        self.rows: int | None = None  # of the open collection
+        self.probe: Callable[[Entry, Tensor, Tensor], None] | None = None  # looks at factors, for tests on public data
+        self._joint: list[_Use] = []
+
+    def enter(self, entry: Entry) -> Sink:
+        """A way for the products of one more layer."""
+        self.entries.append(entry)
+        sink = entry.layer._wc_sink = Sink(entry.layer, lambda x, d, borrowed: self.take(entry, x, d, borrowed))
+        return sink
+
+    @contextlib.contextmanager
+    def collection(self, rows: int) -> Iterator[None]:
+        """One backward pass over a physical batch of ``rows`` records (or views of records)."""
+        self._reset()
+        self.rows = rows
+        try:
+            yield
+            self._finish()
+        finally:
+            self.rows = None
+            self._reset()
+
+    def _reset(self) -> None:
+        self._joint = []
+        for entry in self.entries:
+            entry.taken, entry.spent = 0, None
+
+    @torch.no_grad()
+    def take(self, entry: Entry, x: Tensor, d: Tensor, borrowed: bool = False) -> None:
+        """The factors of one use; ``borrowed`` ones must not be kept. Outside a collection they go nowhere."""
+        if self.rows is None:
+            return
+        if self.probe is not None:
+            self.probe(entry, x, d)
+            return
+        if x.shape[0] != self.rows or d.shape[0] != self.rows:
+            raise ContractError(
+                f"a {type(entry.layer)._wc_native.__name__} layer ran on {x.shape[0]} rows in a batch of {self.rows} "
+                "records: rows of a product must be records. Keep records on dimension 0 (positions behind it)."
+            )
+        entry.taken += 1
+        with no_autocast(d.device.type):
+            if entry.joint is not None:
+                self._joint.append(_Use(entry, *((x.clone(), d.clone()) if borrowed else (x.detach(), d.detach()))))
+            elif entry.taken <= entry.uses:
+                self._add(entry, x, d, self._scale(entry, x, d))
+
+    def _scale(self, entry: Entry, x: Tensor, d: Tensor) -> Tensor | None:
+        """Scale of each record, so that all uses of the layer together keep its limit."""
+        layer = entry.layer
+        if entry.uses == 1 and entry.measure is None:
+            return _kinds.scale(layer, x, d, layer._wc_counter)
+        limits, flags = layer._wc_limits, layer._wc_flags
+        both = _kinds.factors(layer, x, d)
+        scale = record_scale(*both, limits, flags & ~CAP, layer._wc_counter)
+        if flags & BOUND:
+            norm = _kinds.certified(layer, x, d, both, entry.measure)
+        else:
+            norm = _kinds.norm(layer, x, d, layer._wc_kind)
+        left = limits[2] if entry.spent is None else (limits[2] - entry.spent).clamp(min=0)
+        scale = cap_scale(scale, norm, *both, left, layer._wc_counter)
+        used = torch.where(scale > 0, scale * norm, 0.0)
+        entry.spent = used if entry.spent is None else entry.spent + used
+        return scale
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """B_i over all layers under the joint cap, then one product per use."""
+        uses, self._joint = self._joint, []
+        if not uses:
+            return
+        norms: dict[int, Tensor] = {}
+        with no_autocast(uses[0].d.device.type):
+            for use in uses:  # several uses of one layer add up before squaring
+                key, norm = id(use.entry), _kinds.norm(use.entry.layer, use.x, use.d, self.caps)
+                norms[key] = norms[key] + norm if key in norms else norm
+            thresholds = {id(use.entry): use.entry.joint for use in uses}
+            total = torch.stack([(n / thresholds[k]).square() for k, n in norms.items()]).sum(0).sqrt()
+            scale = (1.0 / total.clamp(min=_TINY)).clamp(max=1.0)
+            scale = torch.where(torch.isfinite(total), scale, torch.zeros_like(scale))
+            for use in uses:
+                self._add(use.entry, use.x, use.d, scale)
+
+    def _add(self, entry: Entry, x: Tensor, d: Tensor, scale: Tensor | None) -> None:
+        for place, total in zip((entry.weight, entry.bias), _kinds.sums(entry.layer, x, d, scale), strict=True):
+            if place is not None and total is not None:
+                self.add(place, total)
