@@ -57,3 +57,15 @@ def test_projections() -> None:
     assert wc.Bounds().projections() == {}
     assert wc.Bounds(input_radius=2).projections() == {"": 2.0}
     assert wc.Bounds(input_radius={"0": 1.0}).projections() == {"0": 1.0}
+
+
+def test_the_cap_has_one_familiar_name_and_excludes_what_contradicts_it() -> None:
+    assert wc.Bounds(max_grad_norm=0.5) == wc.Bounds(joint_cap=0.5)
+    assert dataclasses.replace(wc.Bounds(max_grad_norm=0.5), p=2).joint_cap == 0.5
+    for settings in ({"max_grad_norm": 1.0, "joint_cap": 1.0}, {"max_grad_norm": {"0": 1.0}}, {"max_grad_norm": -1.0},
+                     {"max_grad_norm": 1.0, "limit": wc.Certified()}, {"limit": "certified"}):  # fmt: skip
+        with pytest.raises(wc.WeightclipError):
+            wc.Bounds(**settings)
+    assert wc.Bounds().chosen() == wc.Bounds(joint_cap=1.0)
+    for given in (wc.Bounds(weight_norm=1.0), wc.Bounds(limit=wc.Certified()), wc.Bounds(layer_cap={"0": 1.0})):
+        assert given.chosen() is given

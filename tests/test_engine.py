@@ -143,17 +143,25 @@ def test_the_report_is_json_and_says_what_it_does_not_cover() -> None:
     assert '"epsilon": "inf"' in text
 
 
-def test_the_default_bounds_project_inputs_on_the_unit_ball() -> None:
-    model = mlp()
+@pytest.mark.parametrize("bounds", [None, wc.Bounds(), wc.Bounds(max_grad_norm=1.0)])
+def test_the_default_is_a_joint_cap_that_leaves_the_model_as_it_is(bounds: wc.Bounds | None) -> None:
+    model, x = mlp(), 100 * table(8)[0]
+    with torch.no_grad():
+        plain = model(x)
     engine = wc.PrivacyEngine()
     engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(TensorDataset(*table(8)), batch_size=4), noise_multiplier=1.0,
+        data_loader=DataLoader(TensorDataset(*table(8)), batch_size=4), noise_multiplier=1.0, bounds=bounds,
     )  # fmt: skip
-    assert engine.bounds == wc.Bounds(input_radius=1.0)
-    x = table(8)[0]
+    assert engine.bounds == wc.Bounds(joint_cap=1.0)
     with torch.no_grad():
-        torch.testing.assert_close(model(100 * x), model(1e6 * x))
+        assert torch.equal(model(x), plain)
+
+
+def test_weights_only_is_asked_for() -> None:
+    for bounds in (wc.Bounds(weight_norm=1.0, input_radius=1.0), wc.Bounds(limit=wc.Certified(), input_radius=2.0)):
+        run = private(mlp(), table(8), bounds=bounds)
+        assert run.engine.bounds == bounds and not run.engine.report()["joint_cap"]
 
 
 def test_sequences_concatenation_and_shared_layers_train() -> None:

@@ -99,7 +99,7 @@ CASES = {
     "no batch size": ("batch_size", {"data_loader": loader_of(X, Y, batch_size=None)}),
     "not a loader": ("DataLoader", {"data_loader": [(X, Y)]}),
     "loss class": ("instance", {"criterion": nn.CrossEntropyLoss}),
-    "unbounded input": ("input_radius", {"bounds": wc.Bounds()}),
+    "unbounded input": ("input_radius", {"bounds": wc.Bounds(limit=wc.Certified())}),
     "unknown layer": ("no module", {"bounds": wc.Bounds(input_radius=1.0, weight_norm={"fc9": 1.0})}),
     "layer without any": ("parameters of its own", {"bounds": wc.Bounds(input_radius=1.0, layer_cap={"1": 1.0})}),
     "wrong allocation": ("weights for", {"allocation": Weighted((1.0,))}),

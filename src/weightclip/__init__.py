@@ -16,6 +16,7 @@ from weightclip.clipping import Rescale as Rescale
 from weightclip.clipping import SpectralProjection as SpectralProjection
 from weightclip.clipping import Sphere as Sphere
 from weightclip.config import Bounds as Bounds
+from weightclip.config import Certified as Certified
 from weightclip.engine import PrivacyEngine as PrivacyEngine
 from weightclip.errors import BudgetSpent as BudgetSpent
 from weightclip.errors import CertificationError as CertificationError

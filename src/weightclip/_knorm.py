@@ -84,6 +84,8 @@ class Entrywise:
             assert node.layer is not None and node.op.module is not None
             size = math.sqrt(node.layer.dimension(node.op.module)) if self.p == 1 else 1.0
             fallback = times(size, evaluations[path].sensitivity)
+            if plan.bounds.of("joint_cap", path) is not None:  # an l2 limit: nothing else is enforced there
+                own = fallback
             result[path] = replace(evaluations[path], sensitivity=least(own, fallback))
         return result
 

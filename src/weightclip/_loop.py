@@ -315,6 +315,8 @@ class TrainingLoop:
 
     def _drop(self, parameter: Tensor) -> None:
         """Post-accumulate hook: products come by the collector, so this gradient is of another term of the loss."""
+        if parameter.grad is None:  # a private layer's backward passed by
+            return
         parameter.grad = None
         self._drop_sum()
         raise ContractError(

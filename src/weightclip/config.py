@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -15,13 +15,31 @@ from weightclip.errors import WeightclipError
 from weightclip.factors import CapNorm, Product
 
 _PER_LAYER = ("weight_norm", "input_radius", "layer_radius", "cotangent_radius", "bias_scale", "layer_cap", "joint_cap")
+_CHOICES = ("weight_norm", "input_radius", "layer_radius", "cotangent_radius", "layer_cap", "joint_cap", "limit")
 
 PerLayer = float | Mapping[str, float] | None
 
 
 @dataclass(frozen=True)
+class Certified:
+    """Limit every record to its layer's certified bound: weights, radii and the loss say how large a gradient can be.
+
+    Where the certificate is true no gradient is ever scaled (no clipping bias, the idea of the paper); the price is
+    noise for the largest gradient that any record could have.
+    """
+
+
+_DEFAULT_CAP = 1.0
+
+
+@dataclass(frozen=True)
 class Bounds:
     """Public bounds, each a number for every layer, a mapping {module name: number}, or None.
+
+    ``Bounds()`` is a joint cap: each record's gradient over all layers is scaled to norm 1 at most (``max_grad_norm``),
+    for any model. ``weight_norm`` or ``input_radius`` alone, or ``limit=Certified()``, is weights-only: gradients are
+    limited to what the model's certificate allows, and nothing is clipped. Either way every record's gradient is
+    limited where it is formed, to what the noise is scaled for.
 
     Attributes:
         weight_norm: C. None leaves weights alone (cotangent bounds come from certified norms); otherwise ClipWeights at
@@ -33,6 +51,9 @@ class Bounds:
         bias_scale: beta. The bias gradient is multiplied by beta before the noise and divided by it after.
         layer_cap: Cap on the norm of each record's gradient of the layer (exact for dense layers).
         joint_cap: t_k of the joint cap over all layers: one scale per record for the whole gradient.
+        max_grad_norm: The joint cap under the name it has elsewhere; give one of the two.
+        limit: ``Certified()``: layers without a cap are limited to their certified bounds, which is also what happens
+            when ``weight_norm``, ``input_radius``, radii or caps by name are given.
         adaptive: Let layer_radius, cotangent_radius and layer_cap follow private quantiles from where they start.
         p: Exponent of the backward chain: 1, 2 or inf.
         clip: How weights are brought to norm C.
@@ -53,6 +74,8 @@ class Bounds:
     bias_scale: float | Mapping[str, float] = 1.0
     layer_cap: PerLayer = None
     joint_cap: PerLayer = None
+    max_grad_norm: float | None = None
+    limit: Certified | None = None
     adaptive: Adaptive | None = None
     p: float = 2
     clip: Strategy = field(default_factory=Rescale)
@@ -62,7 +85,7 @@ class Bounds:
     product: Product = field(default_factory=Product)
 
     def __post_init__(self) -> None:
-        for name in _PER_LAYER:
+        for name in (*_PER_LAYER, "max_grad_norm"):
             value = getattr(self, name)
             if isinstance(value, Mapping):  # a copy: bounds that change during training would not be those enforced
                 object.__setattr__(self, name, dict(value))
@@ -71,6 +94,17 @@ class Bounds:
                     continue
                 if isinstance(item, bool) or not isinstance(item, numbers.Real) or not 1e-12 <= float(item) <= 1e12:
                     raise WeightclipError(f"Bounds.{name} must be a number between 1e-12 and 1e12, got {item!r}.")
+        if isinstance(self.max_grad_norm, Mapping):
+            raise WeightclipError("Bounds.max_grad_norm is one number for the whole model: use joint_cap by name.")
+        if self.limit is not None and not isinstance(self.limit, Certified):
+            raise WeightclipError(f"Bounds.limit must be wc.Certified() or None, got {self.limit!r}.")
+        if self.max_grad_norm is not None:
+            if self.joint_cap is not None:
+                raise WeightclipError("Bounds.max_grad_norm and joint_cap are one thing: give one of them.")
+            object.__setattr__(self, "joint_cap", self.max_grad_norm)
+            object.__setattr__(self, "max_grad_norm", None)  # one thing, kept once: copies of these bounds stay valid
+        if self.limit is not None and self.joint_cap is not None and not isinstance(self.joint_cap, Mapping):
+            raise WeightclipError("Bounds.limit=Certified() and a cap on all layers exclude each other: give one.")
         if self.p not in (1, 2, math.inf):
             raise WeightclipError(f"Bounds.p must be 1, 2 or inf, got {self.p!r}.")
         if self.joint_cap is not None and not isinstance(self.joint_cap, Mapping) and self.layer_cap is not None:
@@ -81,6 +115,12 @@ class Bounds:
                 raise WeightclipError("Bounds.caps by layer goes with layer_cap: give one way for the joint cap.")
         if not isinstance(self.refresh, int) or self.refresh < 1:
             raise WeightclipError(f"Bounds.refresh must be a whole number of steps >= 1, got {self.refresh!r}.")
+
+    def chosen(self) -> Bounds:
+        """These bounds, or the default cap where nothing says how records are limited."""
+        if any(getattr(self, name) is not None for name in _CHOICES) or self.p != 2:
+            return self
+        return replace(self, joint_cap=_DEFAULT_CAP)
 
     def of(self, name: str, path: str) -> float | None:
         """The value of field ``name`` for the layer called ``path``."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -17,6 +19,7 @@ from weightclip._criterion import PrivateCriterion
 from weightclip._fused_step import FusedStep
 from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import InputProjection, OutputGate, ShapeGuard
+from weightclip._independence import Probe, check_independence
 from weightclip._knorm import Entrywise, KNorm, calibrate_epsilon0
 from weightclip._loop import TrainingLoop
 from weightclip._record import Recorder
@@ -29,7 +32,6 @@ from weightclip._validate import (
     check_model,
     check_numbers,
     check_optimizer,
-    check_records,
     check_scale,
     check_views,
 )
@@ -99,7 +101,7 @@ class PrivacyEngine(TrainingLoop):
             data_loader: A loader over a map-style data set; its batches become Poisson samples.
             criterion: A torch loss or one of :mod:`weightclip.losses`.
             noise_multiplier: sigma; 0 means no noise and epsilon = inf.
-            bounds: What is enforced; by default each input is projected on the unit ball and weights are left alone.
+            bounds: How each record is limited; by default its whole gradient is capped at norm 1 (``Bounds()``).
             sample_rate: q; by default batch_size/len(dataset), thereby declared public.
             expected_batch_size: b, the public divisor; by default the loader's batch size, never len(dataset).
             max_physical_batch_size: Larger draws are split; only the last piece's ``step()`` releases.
@@ -127,7 +129,7 @@ class PrivacyEngine(TrainingLoop):
         if engine_of(module) is not None:
             raise ContractError("the model is already private: call detach() on its engine first.")
         check_optimizer(module, optimizer)
-        self.bounds = bounds or Bounds(input_radius=1.0)
+        self.bounds = (bounds or Bounds()).chosen()
         self.streams = Streams.secure() if generator is None else Streams.seeded(generator)
         self.loader = PoissonLoader(
             data_loader, sample_rate=sample_rate, streams=self.streams, steps_left=self._steps_left,
@@ -149,7 +151,6 @@ class PrivacyEngine(TrainingLoop):
         self.plan = build_plan(module, loss, self.bounds, self._example)
         output_shape = self.plan.graph.nodes[self.plan.graph.output].op.out_shape
         check_labels(data_loader.dataset, output_shape, loss)
-        check_records(module, self._example)
         self._recorder, self._constants = Recorder(self.device), {}
         self._gains = Gains(self.plan, self.bounds, self._recorder)
         self._clip = WeightClipper(module, self.bounds, list(self.plan.layers), self._gains)
@@ -165,10 +166,17 @@ class PrivacyEngine(TrainingLoop):
             knorm=mechanism,
         )  # fmt: skip
         self._release.scales(self._release.sensitivities(self._evaluate()))  # refuses before anything is changed
-        self._clip()
-        self._sensitivities, self._factors = self._release.sensitivities(self._evaluate()), None
         self.model, self.optimizer, self.criterion = module, optimizer, PrivateCriterion(criterion, loss, self)
         self._install()
+        try:
+            self._test_independence(min(math.ceil(self.expected_batch_size), max_physical_batch_size or 2**31))
+        except BaseException:
+            self.detach()
+            self.model = None
+            raise
+        self._clip()
+        self._sensitivities, self._factors = self._release.sensitivities(self._evaluate()), None
+        self._set_limits()
         self._watch = Watch(module)
         self._plans, self._loss_bounds = {self._watch.modes(): self.plan}, {}
         self._reset_batch()
@@ -227,11 +235,11 @@ class PrivacyEngine(TrainingLoop):
         places = {id(block.parameter): i for i, block in enumerate(blocks)}
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self._names = [names[id(block.parameter)] for block in blocks]
-        self._collector = Collector(self._release.add, self.bounds.caps_of(""))
+        self._collector = Collector(self._release.add, self.bounds.caps_of(""), self._drop_sum)
         self._limited = []
         for index, (path, uses) in enumerate(self.plan.layers.items()):
             layer, cap, joint = self.model.get_submodule(path), of("layer_cap", path), of("joint_cap", path)
-            bound = cap is None and joint is None
+            bound = joint is None and (cap is None or self._release.knorm is not None)  # that one's norm is entrywise
             make_layer_private(
                 layer, radius=of("layer_radius", path), cotangent=of("cotangent_radius", path),
                 cap=math.inf if bound else cap, beta=of("bias_scale", path) or 1.0, product=self.products[path],
@@ -264,6 +272,20 @@ class PrivacyEngine(TrainingLoop):
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
         self._amp_before = self.optimizer.__dict__.get("_step_supports_amp_scaling")
         self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a GradScaler reaches us
+
+    def _test_independence(self, size: int) -> None:
+        """One record must not change another's products, on random public records, before anything is trained."""
+        assert self.model is not None
+
+        @contextlib.contextmanager
+        def uncut() -> Iterator[None]:  # the model's output with its graph behind it
+            engine, self._gate.engine = self._gate.engine, None
+            try:
+                yield
+            finally:
+                self._gate.engine = engine
+
+        check_independence(Probe(self.model, self._collector, uncut), self._example, size)
 
     def _adapt(self, settings: Adaptive) -> None:
         """Limits follow private quantiles; their queries take a part of the step's noise budget."""

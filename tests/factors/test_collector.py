@@ -112,9 +112,10 @@ def test_copies_leave_the_engine_behind():
     assert all(q.grad is not None for q in twin.parameters())
 
 
-def test_outside_a_collection_products_go_nowhere():
+def test_outside_a_collection_products_are_refused():
     net, found, _ = collected(model(), THRESHOLDS)
-    net(torch.randn(2, 1, 4, 4)).sum().backward()
+    with pytest.raises(ContractError, match="outside the private loss"):
+        net(torch.randn(2, 1, 4, 4)).sum().backward()
     assert not found and all(q.grad is None for q in net.parameters())
 
 

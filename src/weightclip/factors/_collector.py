@@ -61,6 +61,7 @@ class Collector:
     Args:
         add: Receives (place in the release, sum over records).
         caps: How convolutions under the joint cap measure their gradients.
+        drop: Called before a foreign backward pass is refused: what was collected so far must not be released.
 
     Formal guarantees:
         While a collection is open, the sums handed to ``add`` hold for every record and every layer with a limit c_k of
@@ -71,8 +72,10 @@ class Collector:
         record was scaled is private and told to nobody.
     """
 
-    def __init__(self, add: Callable[[int, Tensor], None], caps: int = CHEAPEST) -> None:
-        self.add, self.caps, self.entries = add, caps, list[Entry]()
+    def __init__(
+        self, add: Callable[[int, Tensor], None], caps: int = CHEAPEST, drop: Callable[[], None] = lambda: None
+    ) -> None:
+        self.add, self.caps, self.drop, self.entries = add, caps, drop, list[Entry]()
         self.rows: int | None = None  # of the open collection
         self.probe: Callable[[Entry, Tensor, Tensor], None] | None = None  # looks at factors, for tests on public data
         self._joint: list[_Use] = []
@@ -102,9 +105,13 @@ class Collector:
 
     @torch.no_grad()
     def take(self, entry: Entry, x: Tensor, d: Tensor, borrowed: bool = False) -> None:
-        """The factors of one use; ``borrowed`` ones must not be kept. Outside a collection they go nowhere."""
+        """The factors of one use; ``borrowed`` ones must not be kept. Outside a collection they are refused."""
         if self.rows is None:
-            return
+            self.drop()
+            raise ContractError(
+                "backward() went through a private layer outside the private loss (a penalty on activations, another "
+                "loss): only the criterion that make_private returned may train the model. Remove that term."
+            )
         if self.probe is not None:
             self.probe(entry, x, d)
             return

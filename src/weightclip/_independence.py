@@ -1,0 +1,195 @@
+"""Record independence, tested on public random numbers before training (SOUNDNESS section 7, assumption i).
+
+Limits at the product make one record's own contribution small. That a record changes nobody else's contribution is a
+property of the user's model: a mean over the batch, a running statistic or a branch on the batch size breaks it. Where
+a graph was traced, its rules show it; everywhere it is tested here, on the model as it will be trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightclip.errors import ContractError
+
+_SIZES = (7, 2, 1)
+_CLOSE = 1e-3  # of the largest entry: kernels round rows differently at different batch sizes
+
+Facts = list[Tensor]  # output, then both factors of every product: records on dimension 0
+
+
+class Probe:
+    """Runs the private model on public batches and notes its output and the factors of all its products.
+
+    Args:
+        model: The model, as it is trained; called under gradients.
+        collector: Where its layers send their factors.
+        project: What the loss's gradient is replaced by: one number for each entry of a record's output.
+    """
+
+    def __init__(self, model: nn.Module, collector: Any, cut: Callable[[], contextlib.AbstractContextManager]) -> None:
+        self.model, self.collector, self.cut = model, collector, cut
+        self.uses: dict[int, int] = {}  # how often each entry was used in the last pass
+
+    def __call__(self, inputs: Sequence[Any], cotangent: Tensor | None = None) -> Facts:
+        """Output and factors for one batch; the same generator states for every call."""
+        facts: Facts = []
+        rows = next(t.shape[0] for t in inputs if isinstance(t, Tensor))
+        self.uses = {}
+
+        def look(entry: Any, x: Tensor, d: Tensor) -> None:
+            self.uses[id(entry)] = self.uses.get(id(entry), 0) + 1
+            for factor in (x, d):
+                if factor.shape[0] != rows:
+                    raise ContractError(
+                        f"a {type(entry.layer)._wc_native.__name__} layer runs on {factor.shape[0]} rows in a batch of "
+                        f"{rows} records: keep records on dimension 0 (positions behind it)."
+                    )
+                facts.append(factor.detach().clone())
+
+        with torch.random.fork_rng(devices=_devices(self.model)), self.cut():
+            torch.manual_seed(0)
+            output = self.model(*inputs)
+            if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != rows:
+                raise ContractError("the model must return one tensor with records on dimension 0.")
+            if not output.requires_grad:
+                return [output.detach()]
+            gradient = _waves(output)
+            self.collector.probe = look
+            try:
+                with self.collector.collection(rows):
+                    torch.autograd.grad(
+                        output, [p for p in self.model.parameters() if p.requires_grad], gradient, allow_unused=True
+                    )
+            finally:
+                self.collector.probe = None
+        return [output.detach(), *facts]
+
+
+def _waves(output: Tensor) -> Tensor:
+    """A cotangent that is the same for every record and different for every entry."""
+    entries = torch.arange(output[0].numel(), device=output.device, dtype=torch.float32)
+    return (torch.sin(1 + entries) / max(1.0, entries.numel() ** 0.5)).view(output.shape[1:]).expand_as(output).to(
+        output.dtype
+    )  # fmt: skip
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    return list({p.device for p in model.parameters() if p.device.type == "cuda"})
+
+
+@contextlib.contextmanager
+def _quiet_modules(model: nn.Module, still: bool) -> Iterator[None]:
+    """With ``still``, modules that draw random numbers in training (dropout) stand still."""
+    drawing = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
+    try:
+        for module in drawing if still else ():
+            module.training = False
+        yield
+    finally:
+        for module in drawing:
+            module.training = True
+
+
+def check_independence(probe: Probe, example: Sequence[Any], size: int) -> None:
+    """Refuse a model in which one record changes another's output or product.
+
+    On random public records, at batch sizes 1, 2, 7 and ``size``: one record is changed, one is taken away, records
+    change places, and another batch comes before. Nobody else's output, input factor or cotangent may move.
+
+    Formal guarantees:
+        Reads shapes and types of ``example`` only. A test, no proof: a branch on values that random records never take
+        is not found; the report says ``independence: tested``.
+    """
+    model = probe.model
+    draws = _draws(probe, example)
+    for n in dict.fromkeys((*_SIZES, max(1, size))):
+        here, there = _records(example, n, 1), _records(example, n, 2)
+        with _quiet_modules(model, False):
+            base = _run(probe, here)
+            if base is None:
+                return  # shapes or token ids the model does not take: its own errors will say so
+            if n > 1:
+                changed = [_put(a, b, n // 2) for a, b in zip(here, there, strict=True)]
+                _compare(base, probe(changed), [i for i in range(n) if i != n // 2], None, "changing one record")
+        with _quiet_modules(model, True):
+            if draws and _draws(probe, example):
+                continue  # random numbers of the model's own: places in the stream move with the records
+            base = probe(here)
+            probe(there)
+            _compare(base, probe(here), list(range(n)), None, "a batch that came before (state kept in the model)")
+            if n == 1:
+                continue
+            kept = [i for i in range(n) if i != n // 2]
+            fewer = [t[kept] if isinstance(t, Tensor) else t for t in here]
+            _compare(base, probe(fewer), kept, list(range(n - 1)), "removing one record")
+            order = list(range(n))[::-1]
+            moved = [t[order] if isinstance(t, Tensor) else t for t in here]
+            _compare(base, probe(moved), order, list(range(n)), "moving records to other places")
+
+
+def _run(probe: Probe, inputs: Sequence[Any]) -> Facts | None:
+    try:
+        return probe(inputs)
+    except (RuntimeError, IndexError) as error:
+        if isinstance(error, ContractError):
+            raise
+        return None
+
+
+def _draws(probe: Probe, example: Sequence[Any]) -> bool:
+    """Whether the model draws from torch's generator."""
+    with torch.random.fork_rng(devices=_devices(probe.model)), probe.cut(), torch.no_grad():
+        before = torch.random.get_rng_state()
+        try:
+            probe.model(*_records(example, 2, 1))
+        except (RuntimeError, IndexError):
+            return False
+        return not torch.equal(before, torch.random.get_rng_state())
+
+
+def _records(example: Sequence[Any], n: int, seed: int) -> list[Any]:
+    """Random records shaped like the example; integers are 0 or 1, which every table of tokens has."""
+    generator = torch.Generator().manual_seed(seed)
+    found: list[Any] = []
+    for value in example:
+        if not isinstance(value, Tensor):
+            found.append(value)
+            continue
+        shape = (n, *value.shape[1:])
+        if value.is_floating_point():
+            new = torch.randn(shape, generator=generator)
+        else:
+            new = torch.randint(0, 2, shape, generator=generator)
+        found.append(new.to(value.device, value.dtype))
+    return found
+
+
+def _put(a: Any, b: Any, i: int) -> Any:
+    if not isinstance(a, Tensor):
+        return a
+    a = a.clone()
+    a[i] = 3 * b[i] if a.is_floating_point() else 1 - a[i] if a.dtype != torch.bool else ~a[i]
+    return a
+
+
+def _compare(base: Facts, other: Facts, rows: list[int], places: list[int] | None, what: str) -> None:
+    """Rows of ``base`` must be those at ``places`` of ``other`` (the same rows by default)."""
+    places = rows if places is None else places
+    same = len(base) == len(other)
+    for a, b in zip(base, other, strict=False):
+        if not same:
+            break
+        a, b = a[rows].double(), b[places].double()
+        same = a.shape == b.shape and bool(
+            ((a - b).abs() <= _CLOSE * a.abs().max().clamp(min=1e-30)).logical_or(~torch.isfinite(a)).all()
+        ) if a.numel() else a.shape == b.shape  # fmt: skip
+    if not same:
+        raise ContractError(
+            f"the model mixes records: {what} changed another record's output or gradient. Batch statistics, means over "
+            "the batch, state kept between batches and branches on the batch size cannot be made private."
+        )
