@@ -16,6 +16,10 @@ from torch.utils.data import Dataset
 import weightclip as wc
 from weightclip import _checkpoint
 from weightclip._checkpoint import fingerprint
+from weightclip.errors import UncountedReleases
+
+# resuming without a ledger says what it cannot know; test_ledger_resume.py looks at that
+pytestmark = pytest.mark.filterwarnings(f"ignore::{UncountedReleases.__module__}.{UncountedReleases.__name__}")
 
 
 def adam(p):
