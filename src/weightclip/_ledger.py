@@ -123,6 +123,11 @@ class Ledger:
 
     def close(self) -> None:
         """Let another engine have the file; this one charges nothing any more."""
+        if self._fd >= 0 and fcntl is not None:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # also for a fork that has not yet closed its copy
+        self._let_go()
+
+    def _let_go(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -201,7 +206,7 @@ _OPEN: weakref.WeakSet[Ledger] = weakref.WeakSet()
 def _after_fork() -> None:
     """A forked process (a loader's worker) must neither charge nor keep the lock when its parent is killed."""
     for ledger in list(_OPEN):
-        ledger.close()
+        ledger._let_go()  # unlocking would take the parent's lock away
 
 
 if hasattr(os, "register_at_fork"):

@@ -324,10 +324,10 @@ class TrainingLoop:
 
         With a ledger the count is on the disk when this returns; its number is one no run on the ledger ever had.
         """
+        self._reset_batch()  # first: a charge that fails leaves no draw half spent
+        self._info = None
         step = self.steps if self._ledger is None else self._ledger.charge(self._steps_left())
         self.steps = step + 1
-        self._reset_batch()
-        self._info = None
         return step
 
     def _after_step(self, *_: Any) -> None:
