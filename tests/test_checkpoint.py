@@ -16,10 +16,9 @@ from torch.utils.data import Dataset
 import weightclip as wc
 from weightclip import _checkpoint
 from weightclip._checkpoint import fingerprint
-from weightclip.errors import UncountedReleases
 
-# resuming without a ledger says what it cannot know; test_ledger_resume.py looks at that
-pytestmark = pytest.mark.filterwarnings(f"ignore::{UncountedReleases.__module__}.{UncountedReleases.__name__}")
+# resuming without a ledger says what it cannot know, which test_ledger.py looks at
+pytestmark = pytest.mark.filterwarnings("ignore::weightclip.errors.UncountedReleases")
 
 
 def adam(p):

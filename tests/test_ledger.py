@@ -358,6 +358,9 @@ def test_copies_charge_the_same_ledger_and_pickles_are_refused(path: Path) -> No
     assert copy.deepcopy(run.engine._ledger) is run.engine._ledger
     with pytest.raises(wc.ContractError, match="pickled"):
         pickle.dumps(run.engine._ledger)
+    unused = wc.PrivacyEngine(ledger=path.with_name("new"))
+    with pytest.raises(wc.ContractError, match="no private model"):
+        unused.detach()  # which frees the ledger all the same
     fresh = Ledger(path.with_name("new"))
     with pytest.raises(wc.ContractError, match="make_private"):
         fresh.charge()

@@ -73,8 +73,7 @@ class Ledger:
             fields = {"weightclip_ledger": FORMAT, "id": secrets.token_hex(16), "adjacency": adjacency.value}
             line, check = chained(fields, "")
             os.ftruncate(self._fd, 0)
-            _write(self._fd, line, 0)
-            _sync(self._fd)
+            self._put(line, 0)
             _sync_folder(self.path.parent)
             self.book = Book(fields["id"], adjacency, check, end=len(line))
         if self.book.adjacency is not adjacency:
@@ -164,17 +163,21 @@ class Ledger:
         assert self.book is not None
         line, check = chained(fields, self.book.head)
         self._unsure = True
+        self._put(line, self.book.end)
+        self.book.take(fields, check)
+        self.book.end += len(line)
+        self._unused, self._unsure = count, False
+
+    def _put(self, line: bytes, at: int) -> None:
+        """Write, and wait for the disk."""
         try:
-            _write(self._fd, line, self.book.end)
+            _write(self._fd, line, at)
             _sync(self._fd)
         except OSError as error:
             self._broken = True  # after a failed fsync nobody knows what is on the disk
             raise WeightclipError(
                 f"ledger {self.path}: cannot write ({error.strerror or error}): nothing was released; start again."
             ) from error
-        self.book.take(fields, check)
-        self.book.end += len(line)
-        self._unused, self._unsure = count, False
 
     def _refuse(self) -> None:
         """Raise where a charge could not be trusted."""

@@ -264,14 +264,14 @@ class PrivacyEngine(TrainingLoop):
         self._release.sigma = self._quantiles.gradient_sigma
 
     def detach(self) -> nn.Module:
-        """Take the engine off: hooks removed, layers back to their native classes, weights as they are."""
+        """Take the engine off: hooks removed, layers native again, weights as they are, the ledger free for others."""
+        if self._ledger is not None:
+            self._ledger.close()
         if self.model is None or not self._handles:
             raise ContractError("this engine has no private model: call make_private first.")
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._ledger is not None:
-            self._ledger.close()
         self._drop_sum()
         self._info = None
         for module in self.model.modules():
