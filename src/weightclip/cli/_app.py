@@ -13,7 +13,7 @@ import typer
 
 from weightclip.errors import WeightclipError
 
-COMMANDS = ("train", "predict", "certify", "audit", "reproduce", "tune", "bench", "data")
+COMMANDS = ("train", "predict", "certify", "verify", "audit", "reproduce", "tune", "bench", "data")
 """In the order ``--help`` shows them; each lives in ``_<name>.py`` as a function or as a typer ``app`` of its own."""
 
 # typer carries click inside or depends on it, by version: its base error is found through the public one
