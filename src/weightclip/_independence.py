@@ -28,7 +28,7 @@ class Probe:
     Args:
         model: The model, as it is trained; called under gradients.
         collector: Where its layers send their factors.
-        project: What the loss's gradient is replaced by: one number for each entry of a record's output.
+        cut: Inside this context the model's output has its graph behind it.
     """
 
     def __init__(self, model: nn.Module, collector: Any, cut: Callable[[], contextlib.AbstractContextManager]) -> None:
@@ -62,9 +62,7 @@ class Probe:
             self.collector.probe = look
             try:
                 with self.collector.collection(rows):
-                    torch.autograd.grad(
-                        output, [p for p in self.model.parameters() if p.requires_grad], gradient, allow_unused=True
-                    )
+                    self.collector.backward(output, gradient, [])
             finally:
                 self.collector.probe = None
         return [output.detach(), *facts]

@@ -307,8 +307,7 @@ class TrainingLoop:
     def _pass(self, output: Tensor, gradient: Tensor, leaves: Sequence[Tensor]) -> None:
         """Products of all private layers go to the sum; ``leaves`` (the parameters) must get nothing from autograd."""
         with self._collector.collection(gradient.shape[0]):
-            found = torch.autograd.grad(output, leaves, gradient.to(output.dtype), allow_unused=True)
-            stray = [i for i, g in enumerate(found) if g is not None]
+            stray = self._collector.backward(output, gradient, leaves)
             if stray:
                 raise ContractError(
                     f"parameter '{self._names[stray[0]]}' reaches the loss outside its private layer, where nothing "

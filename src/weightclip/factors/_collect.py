@@ -27,11 +27,12 @@ class Sink:
     Attributes:
         key: Its number; compiled graphs know it by that.
         on: Whether products are collected; audits switch it off to differentiate the limited product itself.
+        anchor: What links the layer to a backward pass in place of its parameters, which autograd never sees.
         weights: The layer's parameters: nothing else may sit in their places.
     """
 
-    def __init__(self, layer: nn.Module, take: Callable[[Tensor, Tensor, bool], None]) -> None:
-        self.key, self.on, self.take = next(_keys), True, take
+    def __init__(self, layer: nn.Module, anchor: Tensor, take: Callable[[Tensor, Tensor, bool], None]) -> None:
+        self.key, self.on, self.anchor, self.take = next(_keys), True, anchor, take
         self.weights = {id(p): p.data_ptr() for p in layer.parameters(recurse=False)}
         _sinks[self.key] = self
 

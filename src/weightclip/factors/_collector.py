@@ -8,7 +8,8 @@ joint cap share one limit: B_i over all of them (SOUNDNESS section 4), known whe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,7 @@ class Collector:
         self, add: Callable[[int, Tensor], None], caps: int = CHEAPEST, drop: Callable[[], None] = lambda: None
     ) -> None:
         self.add, self.caps, self.drop, self.entries = add, caps, drop, list[Entry]()
+        self.anchor: Tensor | None = None  # a leaf on the layers' device: every product of a pass leads to it
         self.rows: int | None = None  # of the open collection
         self.probe: Callable[[Entry, Tensor, Tensor], None] | None = None  # looks at factors, for tests on public data
         self._joint: list[_Use] = []
@@ -83,7 +85,10 @@ class Collector:
     def enter(self, entry: Entry) -> Sink:
         """A way for the products of one more layer."""
         self.entries.append(entry)
-        sink = entry.layer._wc_sink = Sink(entry.layer, lambda x, d, borrowed: self.take(entry, x, d, borrowed))
+        if self.anchor is None:
+            self.anchor = torch.zeros((), device=entry.layer._wc_token.device, requires_grad=True)
+        take = functools.partial(self.take, entry)
+        sink = entry.layer._wc_sink = Sink(entry.layer, self.anchor, take)
         return sink
 
     @contextlib.contextmanager
@@ -97,6 +102,16 @@ class Collector:
         finally:
             self.rows = None
             self._reset()
+
+    def backward(self, output: Tensor, gradient: Tensor, parameters: Sequence[Tensor]) -> list[int]:
+        """Carry ``gradient`` back from the model's output; products go to the open collection.
+
+        Returns:
+            Which of the parameters autograd reached all the same, outside their private layers: there must be none.
+        """
+        assert self.anchor is not None
+        found = torch.autograd.grad(output, [*parameters, self.anchor], gradient.to(output.dtype), allow_unused=True)
+        return [i for i, g in enumerate(found[:-1]) if g is not None]
 
     def _reset(self) -> None:
         self._joint = []

@@ -45,7 +45,9 @@ def _apply(function: Any, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | 
     else:
         if not compiling:
             sink.check(layer.weight)
-        way = layer._wc_token, sink.key, None
+        # parameters take no part in autograd: what links this layer to the backward pass is the engine's anchor
+        weight, bias = weight.detach(), bias if bias is None else bias.detach()
+        way = layer._wc_token, sink.key, sink.anchor
     chosen = function if compiling or transforming() else _EAGER[function]
     return chosen.apply(x, weight, bias, *way, *conf)
 
