@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,9 @@ from tests._networks import Case
 from torch import Tensor, nn
 
 from weightclip._gate import InputProjection
-from weightclip.factors import make_layer_private
+from weightclip.bounds import Numerics
+from weightclip.certificate import build_plan
+from weightclip.factors import Collector, Entry, make_layer_private
 from weightclip.losses import (
     BCEWithLogits,
     Cosine,
@@ -25,13 +28,17 @@ from weightclip.losses import (
 )
 
 
-def private_copy(case: Case, names: Sequence[str]) -> nn.Module:
-    """The model as ``PrivacyEngine._install`` leaves it, but for the gates of the engine itself."""
+def private_copy(case: Case, names: Sequence[str], uses: Mapping[str, int] | None = None) -> nn.Module:
+    """The model as ``PrivacyEngine._install`` leaves it, but for the gates of the engine itself.
+
+    A cap stands for all uses of a layer together: where nobody adds them up, each of ``uses`` gets its share.
+    """
     model, bounds = copy.deepcopy(case.model), case.bounds
     for path in names:
+        cap = bounds.of("layer_cap", path)
         make_layer_private(
             model.get_submodule(path), radius=bounds.of("layer_radius", path),
-            cotangent=bounds.of("cotangent_radius", path), cap=bounds.of("layer_cap", path),
+            cotangent=bounds.of("cotangent_radius", path), cap=cap and cap / (uses or {}).get(path, 1),
             beta=bounds.of("bias_scale", path) or 1.0, product=bounds.product, caps=bounds.caps,
         )  # fmt: skip
     for path, radius in {"": math.inf, **bounds.projections()}.items():
@@ -62,7 +69,11 @@ class Climber:
     generator: torch.Generator
 
     def __post_init__(self) -> None:
-        self.model = private_copy(self.case, list(self.sensitivities))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*gain 1/sqrt")
+            plan = build_plan(self.case.model, self.case.loss, self.case.bounds, self.case.example())
+        uses = {path: len(found) for path, found in plan.layers.items()}
+        self.model = private_copy(self.case, list(self.sensitivities), uses)
         self.parameters: list[nn.Parameter] = []
         self.place: list[tuple[int, float]] = []
         for k, path in enumerate(self.sensitivities):
@@ -118,6 +129,7 @@ class Climber:
     def climb(self, trials: int = 6, steps: int = 10) -> float:
         """The largest ratio found."""
         x, y, k, best = self.start(trials)
+        self.record = x, y
         if self.case.tokens:
             return best
         rate = 0.3
@@ -133,13 +145,61 @@ class Climber:
             size = max(float(x.detach().norm()), 1e-3)
             x = x.detach() + rate * size * slope / slope.norm()
             rate *= 0.85
+        self.record = x.detach(), y
         return max(best, float(self.ratios(x.detach(), y).detach().max()))
+
+    def scaled(self) -> float:
+        """How much the limits that the engine enforces change the gradients of the last record: relative, per layer."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*gain 1/sqrt")
+            plan = build_plan(copy.deepcopy(self.case.model), self.case.loss, self.case.bounds, self.case.example())
+            evaluations = plan.evaluate(Numerics())
+        x, y = self.record
+        torch.manual_seed(0)  # masks of dropout
+        z = self.model(x)
+        cotangent = self.case.loss.gradient(z.detach(), y)
+        wanted = torch.autograd.grad(z, self.parameters, cotangent, allow_unused=True)
+        found: dict[int, Tensor] = {}
+        collector = Collector(lambda place, g: found.__setitem__(place, found.get(place, 0) + g))
+        enforced = private_copy(self.case, list(self.sensitivities))
+        place = 0
+        for path, uses in plan.layers.items():
+            layer = enforced.get_submodule(path)
+            trained = {name: q for name, q in layer.named_parameters(recurse=False) if q.requires_grad}
+            places = [place + list(trained).index(n) if n in trained else None for n in ("weight", "bias")]
+            place += len(trained)
+            if self.case.bounds.of("layer_cap", path) is None:
+                limit = float(evaluations[path].sensitivity) * plan.room(path)
+                of = self.case.bounds.of
+                make_layer_private(
+                    layer, radius=of("layer_radius", path), cotangent=of("cotangent_radius", path), cap=limit, bound=True,
+                    beta=of("bias_scale", path) or 1.0, product=self.case.bounds.product,
+                )  # fmt: skip
+                collector.enter(Entry(layer, *places, len(uses), None, plan.measure(path, None)))
+            else:
+                collector.enter(Entry(layer, *places, len(uses)))
+        with collector.collection(1):
+            torch.manual_seed(0)
+            output = enforced(x)
+            assert not collector.backward(output, cotangent, [])
+        worst = 0.0
+        for i, g in enumerate(wanted):
+            path = list(plan.layers)[self.place[i][0]]
+            shared = len(plan.layers[path]) > 1 and self.case.bounds.of("layer_cap", path) is not None
+            if g is not None and not shared:  # a cap stands for all uses together, here for each of them
+                worst = max(worst, float((found[i].float() - g).norm() / g.norm().clamp(min=1e-12)))
+        return worst
 
 
 def largest_ratio(case: Case, sensitivities: dict[str, float] | None = None, seed: int = 0, trials: int = 6,
                   steps: int = 10) -> float:  # fmt: skip
     """How near to its certificate (or beyond) a record's gradient of some layer comes."""
+    return climber(case, sensitivities, seed).climb(trials, steps)
+
+
+def climber(case: Case, sensitivities: dict[str, float] | None = None, seed: int = 0) -> Climber:
+    """A climber on the case's own certificate."""
     if sensitivities is None:
         sensitivities = case.certificate().sensitivities
     torch.manual_seed(seed)
-    return Climber(case, sensitivities, torch.Generator().manual_seed(seed)).climb(trials, steps)
+    return Climber(case, sensitivities, torch.Generator().manual_seed(seed))

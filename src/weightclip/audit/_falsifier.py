@@ -95,6 +95,8 @@ def falsify(
         bounds = _separate(subject.bounds, list(engine.plan.layers))
         searched = replace(subject, bounds=bounds, physical=None).start(ordinary, 0.0, rate=1.0).engine
         confirm = _through_engine(subject)
+    elif any(entry.uses > 1 for entry in engine._collector.entries):  # uses share one limit, which the engine adds up
+        confirm = _through_engine(subject)
     with torch.random.fork_rng(devices=[]), opened(searched):
         torch.manual_seed(seed)
         best = _Search(searched, ordinary, restarts).run(steps)
