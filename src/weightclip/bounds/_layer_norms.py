@@ -8,9 +8,9 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrizations, parametrize
 
+from weightclip._torch import ConvNd, ConvTransposeNd
 from weightclip.bounds._conv_norms import conv_norm, conv_transpose_norm, kernel_matrices, overlap
 from weightclip.bounds._operator_norms import check_p, dense_norm
 from weightclip.errors import CertificationError
@@ -100,12 +100,12 @@ def norm_function(
     _check_kind(module)
     if isinstance(module, nn.Linear):
         return DenseNorm(p)
-    conv = cast(_ConvNd, module)
+    conv = cast(ConvNd, module)
     axes = len(conv.kernel_size)
     size = None
     if input_size is not None:
         size = (input_size,) * axes if isinstance(input_size, int) else tuple(int(n) for n in input_size)
-    transposed = isinstance(conv, _ConvTransposeNd)
+    transposed = isinstance(conv, ConvTransposeNd)
     return ConvNorm(
         p, tuple(conv.stride), conv.padding if isinstance(conv.padding, str) else tuple(conv.padding),
         tuple(conv.dilation), conv.groups, conv.padding_mode, transposed, tuple(conv.output_padding), size, use_dft,
