@@ -22,13 +22,13 @@ from weightclip._graph_safety import (
     refuse_hidden_gradients,
     refuse_unseen_writes,
 )
-from weightclip._torch import forward_hooks
+from weightclip._torch import AnyBatchNorm, forward_hooks
 from weightclip.bounds import Edge, LayerRule, Op, Rule, layer_rule, module_rule, operator_rule
 from weightclip.errors import CertificationError, ContractError
 from weightclip.factors import plain_forward
 
 _REFUSED = {
-    nn.modules.batchnorm._BatchNorm: "batch normalisation mixes records; use weightclip.nn.SafeGroupNorm",
+    AnyBatchNorm: "batch normalisation mixes records; use weightclip.nn.SafeGroupNorm",
     nn.MultiheadAttention: "nn.MultiheadAttention hides its layers; build attention from nn.Linear and "
     "torch.nn.functional.scaled_dot_product_attention",
     nn.RNNBase: "recurrent layers have no rule; unroll with nn.Linear",

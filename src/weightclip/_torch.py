@@ -14,18 +14,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeNd
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 __all__ = [
-    "ConvNd", "ConvTransposeNd", "DispatchMode", "add_all_", "after_this_backward", "backward_hooks", "backward_id",
-    "checked_functions", "copy_all_", "drop_forward_hooks", "forward_hooks", "gradient_hooks", "int8_product",
-    "lerp_all_", "multiply_all_", "norms_of_all", "optimizer_hooks", "post_accumulate_hooks", "reshaped_copy_of",
-    "split_like", "storage_address", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
-    "version_of",
+    "AnyBatchNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm", "add_all_", "after_this_backward",
+    "apply_directly", "backward_hooks", "backward_id", "checked_functions", "copy_all_", "data_parallel_active",
+    "drop_forward_hooks", "forward_hooks", "gradient_hooks", "int8_product", "lerp_all_", "multiply_all_",
+    "norms_of_all", "optimizer_hooks", "post_accumulate_hooks", "reshaped_copy_of", "same_memory", "split_like",
+    "storage_address", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "version_of",
 ]  # fmt: skip
 
 _torch = cast(Any, torch)  # type stubs leave private names out
@@ -87,6 +90,11 @@ def storage_address(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of one storage."""
+    return storage_address(a.untyped_storage()) == storage_address(b.untyped_storage())
+
+
 # passes
 
 
@@ -103,6 +111,16 @@ def backward_id() -> int:
 def after_this_backward(callback: Callable[[], None]) -> None:
     """Call something when the backward pass that is running has finished."""
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(callback)
+
+
+def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """As ``function.apply(*args)`` outside of ``torch.func``, without a look at each argument for remains of it."""
+    return cast(Any, super(torch.autograd.Function, function)).apply(*args)
+
+
+def data_parallel_active() -> bool:
+    """Whether code runs inside the forward of a ``DistributedDataParallel`` model."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
 @contextlib.contextmanager

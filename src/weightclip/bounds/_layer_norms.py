@@ -8,9 +8,9 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
-from weightclip._torch import ConvNd, ConvTransposeNd
+from weightclip._torch import ConvNd, ConvTransposeNd, SpectralNorm
 from weightclip.bounds._conv_norms import conv_norm, conv_transpose_norm, kernel_matrices, overlap
 from weightclip.bounds._operator_norms import check_p, dense_norm
 from weightclip.errors import CertificationError
@@ -124,7 +124,7 @@ def effective_weight(module: nn.Module) -> Tensor:
     kind = type(module).__name__
     if parametrize.is_parametrized(module, "weight"):
         steps = cast(nn.ModuleDict, module.parametrizations)["weight"]
-        if module.training and any(isinstance(s, parametrizations._SpectralNorm) for s in cast(nn.ModuleList, steps)):
+        if module.training and any(isinstance(s, SpectralNorm) for s in cast(nn.ModuleList, steps)):
             raise CertificationError(
                 f"{kind} with spectral_norm in training mode changes its weight at every read: call .eval() first"
             )
