@@ -24,8 +24,7 @@ ALLOWED = {
     "torch.ops.aten._log_softmax": "the same",
 }
 # being rewritten while this module was made
-LATER = {"_gate.py", "_watch.py", "_graph_safety.py", "engine.py", "factors/_joint.py", "factors/_limits.py",
-         "factors/_swap.py"}  # fmt: skip
+LATER = {"_gate.py", "_watch.py", "engine.py", "factors/_joint.py", "factors/_limits.py", "factors/_swap.py"}
 
 
 def dotted(node: ast.expr, names: dict[str, str]) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from weightclip._torch import backward_hooks, checked_functions, gradient_hooks
 from weightclip.bounds import layer_rule, module_rule
 from weightclip.errors import CertificationError
 
@@ -29,12 +30,12 @@ _TAKE_SIZES = {aten.view, aten.reshape, aten._unsafe_view, aten.expand, aten.bro
 def refuse_gradient_hooks(model: nn.Module) -> None:
     """Backward hooks of modules and parameters change gradients behind the certificate's back."""
     for path, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if backward_hooks(module):
             raise CertificationError(
                 f"module '{path}' has a backward hook, which the certificate cannot see. Fix: remove the hook."
             )
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks:
+        if gradient_hooks(parameter):
             raise CertificationError(
                 f"parameter '{name}' has a gradient hook, which the certificate cannot see. Fix: remove the hook."
             )
@@ -43,15 +44,14 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
 @contextlib.contextmanager
 def refuse_hidden_gradients() -> Iterator[None]:
     """While a model is traced: no custom ``autograd.Function`` and no tensor hook outside modules with a rule."""
-    apply, register = torch.autograd.Function.apply.__func__, Tensor.register_hook  # type: ignore[attr-defined]
+    register = Tensor.register_hook
 
-    def checked_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def check(cls: type) -> None:
         if not _vouched_for(sys._getframe(1)):
             raise CertificationError(
                 f"autograd.Function '{cls.__name__}' has a backward formula of its own, which the graph does not show. "
                 "Fix: put it in a module and register a rule for the module's type with weightclip.register_rule."
             )
-        return apply(cls, *args, **kwargs)
 
     def checked_register(self: Tensor, hook: Any) -> Any:
         if not _vouched_for(sys._getframe(1)):
@@ -61,12 +61,11 @@ def refuse_hidden_gradients() -> Iterator[None]:
             )
         return register(self, hook)
 
-    torch.autograd.Function.apply = classmethod(checked_apply)  # type: ignore[assignment, method-assign]
     Tensor.register_hook = checked_register  # type: ignore[method-assign]
     try:
-        yield
+        with checked_functions(check):
+            yield
     finally:
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
         Tensor.register_hook = register  # type: ignore[method-assign]
 
 
