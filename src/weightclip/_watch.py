@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weightclip._torch import backward_hooks, forward_hooks, gradient_hooks, post_accumulate_hooks, version_of
 from weightclip.errors import ContractError
 
 _TABLES = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
@@ -64,11 +65,11 @@ class Watch:
         known = [m for m in leaves if type(m).__module__.partition(".")[0] in ("torch", "weightclip")]
         self.numbers = [(m, _numbers(m)) for m in dict.fromkeys([*known, *ruled])]
         self._held: _Held | None = None  # as at the last full check
-        self.buffers = [(name, b, b._version, b.detach().clone()) for name, b in fixed]
+        self.buffers = [(name, b, version_of(b), b.detach().clone()) for name, b in fixed]
 
     def versions(self) -> list[int]:
         """In-place changes of every parameter so far."""
-        return [p._version for _, p in self.parameters]
+        return [version_of(p) for _, p in self.parameters]
 
     def addresses(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Where parameters and buffers lie, and in which order of entries."""
@@ -92,7 +93,7 @@ class Watch:
                 raise ContractError(
                     f"module '{path}' got other parts after make_private: build the model first, then make it private."
                 )
-            if module._backward_hooks or module._backward_pre_hooks or _foreign(module):
+            if backward_hooks(module) or _foreign(module):
                 raise ContractError(
                     f"module '{path}' got a hook after make_private, which the certificate cannot see: remove the hook."
                 )
@@ -111,14 +112,14 @@ class Watch:
                     f"parameter '{name}' was frozen, unfrozen, moved or cast after make_private: do that first, then "
                     "make the model private."
                 )
-            if p._backward_hooks:
+            if gradient_hooks(p):
                 raise ContractError(f"parameter '{name}' got a gradient hook after make_private: remove the hook.")
         for i, (name, buffer, version, value) in enumerate(self.buffers):
-            if buffer._version == version:
+            if version_of(buffer) == version:
                 continue
             if not _same(buffer, value):
                 raise ContractError(f"buffer '{name}' changed after make_private: bounds hold for its old value.")
-            self.buffers[i] = (name, buffer, buffer._version, value)
+            self.buffers[i] = (name, buffer, version_of(buffer), value)
 
 
 def _lists(value: Any) -> Iterator[list[Any]]:
@@ -148,8 +149,7 @@ def _numbers(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 
 def _foreign(module: nn.Module) -> bool:
-    tables = (module._forward_hooks, module._forward_pre_hooks)
-    return any(not getattr(hook, "_weightclip", False) for table in tables for hook in table.values())
+    return any(not getattr(hook, "_weightclip", False) for hook in forward_hooks(module))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -164,7 +164,7 @@ def refuse_early_hooks(model: nn.Module) -> None:
         if _foreign(module):
             raise ContractError(f"module '{path}' has a forward hook, which may change what is certified: remove it.")
     for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if post_accumulate_hooks(parameter):
             raise ContractError(
                 f"parameter '{name}' has a post-accumulate hook, which would see gradients before the noise: remove it."
             )
@@ -172,7 +172,7 @@ def refuse_early_hooks(model: nn.Module) -> None:
 
 def refuse_gradient_hooks(output: Tensor, parameters: Iterable[Tensor]) -> None:
     """Nobody may change certified gradients on their way: not at the output of a compiled model, nor at parameters."""
-    if output._backward_hooks or any(p._backward_hooks for p in parameters):
+    if gradient_hooks(output) or any(gradient_hooks(p) for p in parameters):
         raise ContractError(
             "a gradient hook was registered on the model's output or on a parameter, which the certificate cannot see: "
             "remove the hook."

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from weightclip._torch import ConvNd, after_this_backward, backward_id
 from weightclip.factors._affine import affine_record_norm, shaped, summed
 from weightclip.factors._conv import by_kernel, conv_product, patch_norm_squared, patch_weights
 from weightclip.factors._dense import bias_product, dense_product, position_gram
@@ -57,10 +58,10 @@ class JointCap:
 
     def add(self, use: _Use) -> None:
         """Called inside a layer's backward."""
-        task = torch._C._current_graph_task_id()
+        task = backward_id()
         if not self.uses or task != self.task:  # factors left by a backward pass that failed are dropped
             self.uses, self.task = [], task
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+            after_this_backward(self.finish)
         self.uses.append(use)
 
     @torch.no_grad()
@@ -124,7 +125,7 @@ def _native(layer: Any, x: Tensor, conf: tuple[Any, ...]) -> Tensor:
         return torch.nn.functional.linear(x, layer.weight, layer.bias)
     if isinstance(layer, nn.Embedding):
         return torch.nn.functional.embedding(x, layer.weight, layer.padding_idx)
-    if isinstance(layer, nn.modules.conv._ConvNd):
+    if isinstance(layer, ConvNd):
         stride, padding, dilation, groups, transposed, extra = conf
         return torch.convolution(x, _kernel(layer), layer.bias, stride, padding, dilation, transposed, extra, groups)
     y = x * shaped(layer.weight, x, conf[0]).to(x.dtype)
@@ -140,7 +141,7 @@ def _input_gradient(layer: Any, x: Tensor, d: Tensor, conf: tuple[Any, ...]) -> 
     weight = _kernel(layer).to(d.dtype)
     if isinstance(layer, nn.Linear):
         return d @ weight
-    if isinstance(layer, nn.modules.conv._ConvNd):
+    if isinstance(layer, ConvNd):
         stride, padding, dilation, groups, transposed, extra = conf
         return torch.ops.aten.convolution_backward(
             d, x.to(d.dtype), weight, None, stride, padding, dilation, transposed, extra, groups, (True, False, False)
@@ -161,7 +162,7 @@ def _record_norm(use: _Use, caps: int) -> Tensor:
         return (squared_norm(x) + beta**2).sqrt() * squared_norm(d).sqrt()
     if isinstance(layer, nn.Embedding):
         return squared_norm(d).sqrt() * math.sqrt(max(1, math.prod(x.shape[1:])))
-    if isinstance(layer, nn.modules.conv._ConvNd):
+    if isinstance(layer, ConvNd):
         stride, padding, dilation, groups, transposed, _ = use.conf
         kernel, out = tuple(layer.kernel_size), tuple(d.shape[2:])
         if caps == FREE and not transposed and fits_scale(x, d, 1):
@@ -198,7 +199,7 @@ def _products(use: _Use, scale: Tensor):
         rows, skip = layer.weight.shape[0], -1 if layer.padding_idx is None else layer.padding_idx
         values = masked(d, scale, True).to(dtype)
         yield layer.weight, torch.ops.aten.embedding_dense_backward(values, x, rows, skip, False)
-    elif isinstance(layer, nn.modules.conv._ConvNd):
+    elif isinstance(layer, ConvNd):
         stride, padding, dilation, groups, transposed, extra = use.conf
         if train_weight and dtype == torch.float64 and by_kernel(x, d, groups, transposed):
             kernel = layer.weight.shape[2:]

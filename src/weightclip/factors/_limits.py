@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from weightclip._torch import apply_directly, reshaped_copy_of, transforms_active
+
 RADIUS, COTANGENT, CAP = 1, 2, 4  # bits: which of the limits are enforced
 KIND_SHIFT = 4  # the bits above say how a capped convolution measures its gradients (factors._record_norms)
 SMALLEST = 2.0**-126  # normal float32: smaller scales count as zero
@@ -163,7 +165,7 @@ def wide(value: Tensor) -> Tensor:
 
 def own(value: Tensor) -> Tensor:
     """The tensor, no longer counted as a view: users may go on with in-place operators, as after the native layer."""
-    return torch.ops.aten._unsafe_view(value, value.shape) if value.dim() > 2 else value
+    return reshaped_copy_of(value) if value.dim() > 2 else value
 
 
 def product_rounding(terms: int, product: torch.dtype) -> float:
@@ -181,9 +183,9 @@ class Eager(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """As ``Function.apply``, without a look at each argument for remains of a transform."""
-        if torch._C._are_functorch_transforms_active():
+        if transforms_active():
             return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+        return apply_directly(cls, *args)
 
 
 def eager_twin(function: type[torch.autograd.Function]) -> type[Eager]:
@@ -211,7 +213,7 @@ def unchunked(dtype: torch.dtype, chunk: int) -> tuple[torch.dtype, int]:
 
 def transforming() -> bool:
     """Whether a torch.func transform or the compiler is looking."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or transforms_active()
 
 
 _AS_IT_IS = contextlib.nullcontext()

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from weightclip import nn as wnn
+from weightclip._torch import ConvNd
 from weightclip.errors import CertificationError
 from weightclip.factors._affine import AffineFunction
 from weightclip.factors._conv import ConvFunction
@@ -313,7 +313,7 @@ def make_layer_private(
     if cap is not None:
         layer._wc_flags |= int(caps) << KIND_SHIFT
     capped = cap is not None or joint is not None
-    chosen = (product or Product()).resolve(isinstance(module, _ConvNd), device, capped)
+    chosen = (product or Product()).resolve(isinstance(module, ConvNd), device, capped)
     layer._wc_beta, layer._wc_product, layer._wc_joint = float(beta), chosen, joint
     layer._wc_counter = None
 
