@@ -42,7 +42,5 @@ def test_full_runs_targets_of_the_makefile(tools):
     import test_full  # pyright: ignore[reportMissingImports]
 
     makefile = (ROOT / "Makefile").read_text()
-    for target, *_ in test_full.STEPS:
-        assert (
-            f"\n{target}:" in makefile and f'"make {target} ' in makefile
-        )  # a rule, and a line of its own in the help
+    for target, *_ in test_full.STEPS:  # a rule, and a line in the help
+        assert f"\n{target}:" in makefile and f'"make {target} ' in makefile

@@ -59,7 +59,7 @@ def main() -> None:
         (wheel,) = home.glob("*.whl")
         times.append(time.perf_counter())
         pinned = [] if asked == "newest" else [f"torch=={release}.*"]
-        subprocess.run([python, *pip, "install", "-qq", str(wheel), *pinned], env=settings, check=True)
+        subprocess.run([python, *pip, "install", "-qq", "--no-compile", str(wheel), *pinned], env=settings, check=True)
         times.append(time.perf_counter())
         (home / "trial.py").write_text(TRIAL)
         code = subprocess.run([python, "trial.py"], cwd=home, env=settings).returncode

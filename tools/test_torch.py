@@ -43,7 +43,16 @@ def environment(release: str) -> str:
         print(f"building {home.name} (a few minutes, and several GB where pip finds CUDA builds only)", flush=True)
         shutil.rmtree(home, ignore_errors=True)
         venv.create(home, with_pip=True)
-        install = [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", f"torch=={release}.*"]
+        install = [
+            python,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "install",
+            "-qq",
+            "--no-compile",
+            f"torch=={release}.*",
+        ]
         subprocess.run([*install, *NEEDED, "-e", ".[table,onnx]"], cwd=ROOT, check=True)
         stamp.touch()
     return str(python)
