@@ -43,17 +43,9 @@ def environment(release: str) -> str:
         print(f"building {home.name} (a few minutes, and several GB where pip finds CUDA builds only)", flush=True)
         shutil.rmtree(home, ignore_errors=True)
         venv.create(home, with_pip=True)
-        install = [
-            python,
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "install",
-            "-qq",
-            "--no-compile",
-            f"torch=={release}.*",
-        ]
-        subprocess.run([*install, *NEEDED, "-e", ".[table,onnx]"], cwd=ROOT, check=True)
+        pip = [python, "-m", "pip", "--disable-pip-version-check"]
+        packages = [f"torch=={release}.*", *NEEDED, "-e", ".[table,onnx]"]
+        subprocess.run([*pip, "install", "-qq", "--no-compile", *packages], cwd=ROOT, check=True)
         stamp.touch()
     return str(python)
 
