@@ -5,15 +5,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := dev,table,study,vision,onnx
 WORKERS ?= 2
+TORCH ?= newest
 # One thread per test process: small matrices gain nothing from more, and the workers do not fight over cores.
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help setup demo test test-kernels lint format bench study-tabular study-tabular-search audit audit-quick docs clean
+.PHONY: help setup demo test test-full test-torch test-install test-kernels lint format bench study-tabular study-tabular-search audit audit-quick docs clean
 
 help:
 	@echo "make setup          build $(VENV) with weightclip and everything its tests need"
 	@echo "make demo           train a private model on the bundled Adult data; prints accuracy, epsilon and the certificate"
 	@echo "make test           lint, then the whole test suite"
+	@echo "make test-full      the suite with its long tests, and the two below for minimum and newest: results/tests/full.log"
+	@echo "make test-torch     the core tests with another torch, in .venv-torch-x.y: TORCH=x.y, minimum or newest"
+	@echo "make test-install   the wheel in an empty environment, outside the checkout: TORCH=x.y, minimum or newest"
 	@echo "make test-kernels   the CUDA kernels in the interpreter of Triton (installs it, 1 GB)"
 	@echo "make lint           ruff check, ruff format --check, pyright"
 	@echo "make format         let ruff rewrite the files"
@@ -23,7 +27,7 @@ help:
 	@echo "make audit          try to refute the claimed epsilon, and the audits themselves by deliberate bugs"
 	@echo "make audit-quick    the same claims in a minute"
 	@echo "make docs           the documentation as HTML"
-	@echo "make clean          remove $(VENV) and caches"
+	@echo "make clean          remove $(VENV), .venv-torch-* and caches"
 
 setup: $(STAMP)
 
@@ -39,6 +43,15 @@ demo: setup
 
 test: lint
 	$(SINGLE) $(BIN)/python -m pytest -n $(WORKERS)
+
+test-full:
+	$(PYTHON) tools/test_full.py
+
+test-torch:
+	$(PYTHON) tools/test_torch.py $(TORCH)
+
+test-install:
+	$(PYTHON) tools/fresh_install.py $(TORCH)
 
 test-kernels: setup
 	$(BIN)/python -m pip install --quiet triton
@@ -76,4 +89,4 @@ docs: setup
 	$(BIN)/python -m sphinx -b html docs docs/_build/html
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis docs/_build
+	rm -rf $(VENV) .venv-torch-* build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis docs/_build

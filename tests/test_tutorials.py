@@ -6,6 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -38,3 +39,27 @@ def test_choosing_epsilon(monkeypatch, capfd):
     together, stated = (float(v.strip(",")) for v in out.split("together: ")[1].split()[0:5:4])
     assert together == pytest.approx(stated, abs=1e-3)
     assert float(out.split("about ten: epsilon ")[1].split()[0]) > 1.0
+
+
+def test_demo(monkeypatch, capfd, tmp_path):
+    out = run("demo.py", "--epochs", "1", "--out", str(tmp_path), monkeypatch=monkeypatch, capfd=capfd)
+    assert "epsilon" in out and list(tmp_path.glob("*.png"))
+
+
+def test_transformer(monkeypatch, capfd):
+    out = run("transformer.py", "--records", "3000", "--epochs", "1", monkeypatch=monkeypatch, capfd=capfd)
+    assert 0 < float(out.split("  epsilon ")[-1].split()[0]) <= 2.0
+
+
+def test_image_classifier(monkeypatch, capfd):
+    def images(name, part):
+        """Each digit is a bright square at a place of its own."""
+        labels = np.arange(300, dtype=np.uint8) % 10
+        found = np.zeros((300, 28, 28), np.uint8)
+        for image, label in zip(found, labels, strict=True):
+            image[4 * (label // 5) : 4 * (label // 5) + 8, 4 * (label % 5) : 4 * (label % 5) + 8] = 255
+        return found, labels
+
+    monkeypatch.setattr("weightclip.study.data.load_images", images)
+    out = run("image_classifier.py", "--records", "300", "--seed", "1", monkeypatch=monkeypatch, capfd=capfd)
+    assert float(out.split("test accuracy ")[1].split("%")[0]) > 20

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ def run_interpreted(file: str) -> None:
         pytest.skip("runs as it is")
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed: it comes with CUDA builds of torch")
+    triton, numpy = (tuple(int(n) for n in version(name).split(".")[:2]) for name in ("triton", "numpy"))
+    if triton <= (3, 6) and numpy >= (2, 4):  # seen with 3.6 (torch 2.10): int() of an array of one element
+        pytest.skip("the interpreter of this Triton does not work with this NumPy")
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file], env=env,
                          capture_output=True, text=True)  # fmt: skip

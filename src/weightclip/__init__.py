@@ -1,5 +1,7 @@
 """weightclip: differentially private training at the speed and memory of ordinary training."""
 
+from typing import TYPE_CHECKING, Any
+
 from weightclip import losses as losses
 from weightclip import models as models
 from weightclip import nn as nn
@@ -31,4 +33,21 @@ from weightclip.mechanisms import Global as Global
 from weightclip.mechanisms import LeastVariance as LeastVariance
 from weightclip.sampling import ArrayDataset as ArrayDataset
 
+if TYPE_CHECKING:
+    from weightclip.estimators import LipDPClassifier as LipDPClassifier
+    from weightclip.estimators import LipDPRegressor as LipDPRegressor
+
 __version__ = "0.1.0"
+_LAZY = ("LipDPClassifier", "LipDPRegressor")  # they need scikit-learn, which takes long to import
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'weightclip' has no attribute '{name}'")
+    from weightclip import estimators
+
+    return getattr(estimators, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

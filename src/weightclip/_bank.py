@@ -9,8 +9,8 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from weightclip._torch import ConvNd, ConvTransposeNd
 from weightclip.bounds import kernel_overlap
 from weightclip.bounds._operator_norms import gram_iteration, largest_eigenvalues, spectral_number
 from weightclip.mechanisms import constant
@@ -43,7 +43,7 @@ class NormBank:
         self.layers = dict(layers)
         self.factors = {}
         for path, module in self.layers.items():
-            conv = isinstance(module, _ConvNd)
+            conv = isinstance(module, ConvNd)
             self.factors[path] = math.sqrt(kernel_overlap(module)) if conv else 1.0
 
     def norms(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -94,9 +94,9 @@ def _small(matrix: Tensor) -> bool:
 def _matrix(module: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight as (rows, columns), or (groups, rows, columns) for a grouped convolution."""
     weight = weight if weight.dtype == dtype or dtype == torch.float32 else weight.to(dtype).to(weight.dtype)
-    if not isinstance(module, _ConvNd):
+    if not isinstance(module, ConvNd):
         return weight
-    if isinstance(module, _ConvTransposeNd) or module.groups > 1:
+    if isinstance(module, ConvTransposeNd) or module.groups > 1:
         return weight.reshape(module.groups, weight.shape[0] // module.groups, -1)
     return weight.flatten(1)
 

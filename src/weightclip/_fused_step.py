@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from weightclip._gains import numerics_for
 from weightclip._record import Reads, side_stream
 from weightclip._streams import NOISE, Streams, fill_normal_
+from weightclip._torch import optimizer_hooks
 from weightclip._watch import refuse_stray_gradients
 from weightclip.factors._conv import _weights
 from weightclip.mechanisms import constant
@@ -247,7 +247,7 @@ class _Optimizer:
         """Numbers and places its step reads; None where it is to run as it is written, or they have just changed."""
         groups = self.optimizer.param_groups
         asked = all(group.get("capturable") for group in groups)
-        if not self.on or not asked or self._hooks() != (0, 0, 1, 1):  # those are ours
+        if not self.on or not asked or optimizer_hooks(self.optimizer) != (0, 0, 1, 1):  # those are ours
             return None
         tables = [*groups, *self.optimizer.state.values()]
         read = tuple([(name, _constant(value)) for table in tables for name, value in table.items()])
@@ -260,11 +260,6 @@ class _Optimizer:
         self._same = self._same + 1 if found == self._last else 0
         self._last = found
         return found if self._same >= _WARM else None
-
-    def _hooks(self) -> tuple[int, ...]:
-        tables = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks,
-                  self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)  # fmt: skip
-        return tuple([len(table) for table in tables])
 
 
 def _constant(value: Any) -> Any:

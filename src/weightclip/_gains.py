@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from weightclip._bank import NormBank
 from weightclip._record import Recorder
+from weightclip._torch import ConvNd, norms_of_all, version_of
 from weightclip.bounds import Numerics, Scalar, kernel_overlap, layer_rule
 from weightclip.bounds._layer_norms import effective_weight, is_layer, norm_function
 from weightclip.certificate import Plan
@@ -61,7 +61,7 @@ class Gains:
         for path, then in self._then.items():
             module = self.plan.model.get_submodule(path)
             now = effective_weight(module).to(numerics.weights)
-            m = kernel_overlap(module) if isinstance(module, _ConvNd) else 1
+            m = kernel_overlap(module) if isinstance(module, ConvNd) else 1
             rule = layer_rule(module)
             assert rule is not None
             drift = torch.linalg.vector_norm(now.float() - then.float(), dtype=torch.float64)
@@ -197,12 +197,12 @@ class _Clipped:
 
 
 def _versions(weights: list[Tensor]) -> list[int]:
-    return [weight._version for weight in weights]
+    return [version_of(weight) for weight in weights]
 
 
 def _frobenius(weights: list[Tensor]) -> Tensor | list[float]:
     """Frobenius norm of each: plain numbers on the CPU, float64 on a device."""
-    norms = torch._foreach_norm(weights)  # pyright: ignore[reportPrivateImportUsage]
+    norms = norms_of_all(weights)
     return [float(norm) for norm in norms] if norms[0].is_cpu else torch.stack(norms).double()
 
 

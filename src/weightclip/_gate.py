@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from weightclip._graph import refuse_other_shapes
 from weightclip._row_kernels import fits, project
+from weightclip._torch import data_parallel_active, same_memory, tree_leaves, tree_map_only, version_of
 from weightclip.errors import ContractError
 from weightclip.factors import is_plain
 from weightclip.factors._limits import Eager, transforming
@@ -110,7 +109,7 @@ class InputProjection:
             return None
         if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # the usual case
             return (self._project(args[0]),), kwargs
-        return pytree.tree_map_only(Tensor, self._project, (args, kwargs))
+        return tree_map_only(Tensor, self._project, (args, kwargs))
 
     def _project(self, x: Tensor) -> Tensor:
         return project_records(x, self.radius, self.detach) if x.is_floating_point() else x
@@ -127,12 +126,12 @@ class ShapeGuard:
 
     def __init__(self, shapes: list[tuple[int, ...]], example: Any = ()) -> None:
         self.shapes = shapes
-        self.floating = [t.is_floating_point() for t in pytree.tree_leaves(example) if isinstance(t, Tensor)]
+        self.floating = [t.is_floating_point() for t in tree_leaves(example) if isinstance(t, Tensor)]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not is_plain() and torch.is_grad_enabled():
             usual = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
-            leaves = args if usual else pytree.tree_leaves((args, kwargs))
+            leaves = args if usual else tree_leaves((args, kwargs))
             refuse_other_shapes(self.shapes, leaves)
             floating = [t.is_floating_point() for t in leaves if isinstance(t, Tensor)]
             if self.floating and floating != self.floating:
@@ -274,9 +273,9 @@ class OutputGate:
             return None
         if module is not engine.model:
             raise ContractError("the private model runs as a replica (DataParallel): use one process and one device.")
-        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        if data_parallel_active():
             raise ContractError("DistributedDataParallel averages raw gradients before the noise: use the plain model.")
-        return _Wall.apply(self.anchor, Passage(output, output._version, autocast), self.engine)
+        return _Wall.apply(self.anchor, Passage(output, version_of(output), autocast), self.engine)
 
     def clear(self) -> None:
         """Forget a compiled pass over an earlier batch."""
@@ -287,13 +286,13 @@ class OutputGate:
         node = _source(logits.grad_fn)
         passage: Passage | None = getattr(node, "passage", None)
         if node is not None and passage is None and self.compiled_output is not None:
-            passage = Passage(self.compiled_output, logits._version, self.compiled_autocast, compiled=True)
-        if passage is None or passage.output.untyped_storage()._cdata != logits.untyped_storage()._cdata:
+            passage = Passage(self.compiled_output, version_of(logits), self.compiled_autocast, compiled=True)
+        if passage is None or not same_memory(passage.output, logits):
             raise ContractError(
                 "the private criterion must get the output of the private model, called as model(x) (views of it are "
                 "fine): move other operations into the model, where they can be certified."
             )
-        if passage.version != logits._version:
+        if passage.version != version_of(logits):
             raise ContractError("the model's output was changed in place before the loss: use a new tensor.")
         if _laid_alike(logits, passage.output):  # the usual case
             return passage

@@ -20,12 +20,13 @@ from weightclip._graph_safety import (
     refuse_cast,
     refuse_unseen_writes,
 )
+from weightclip._torch import AnyBatchNorm, forward_hooks
 from weightclip.bounds import Edge, LayerRule, Op, Rule, layer_rule, module_rule, operator_rule
 from weightclip.errors import CertificationError, ContractError
 from weightclip.factors import plain_forward
 
 _REFUSED = {
-    nn.modules.batchnorm._BatchNorm: "batch normalisation mixes records; use weightclip.nn.SafeGroupNorm",
+    AnyBatchNorm: "batch normalisation mixes records; use weightclip.nn.SafeGroupNorm",
     nn.MultiheadAttention: "nn.MultiheadAttention hides its layers; build attention from nn.Linear and "
     "torch.nn.functional.scaled_dot_product_attention",
     nn.RNNBase: "recurrent layers have no rule; unroll with nn.Linear",
@@ -324,19 +325,18 @@ def _has_tensor(node: fx.Node) -> bool:
 
 
 def _refuse_hooks(path: str, module: nn.Module) -> None:
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for hook in hooks.values():
-            if type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
-                name = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}[type(hook).__name__]
-                raise CertificationError(
-                    f"module '{path}' recomputes its weight by torch.nn.utils.{name}: clipping the original does not "
-                    f"bound the effective weight. Fix: torch.nn.utils.remove_{name}(module), and "
-                    "Bounds(weight_norm=...) instead."
-                )
-            if not getattr(hook, "_weightclip", False):
-                raise CertificationError(
-                    f"module '{path}' has a forward hook, which the certificate cannot see. Fix: remove the hook."
-                )
+    for hook in forward_hooks(module):
+        if type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
+            name = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}[type(hook).__name__]
+            raise CertificationError(
+                f"module '{path}' recomputes its weight by torch.nn.utils.{name}: clipping the original does not "
+                f"bound the effective weight. Fix: torch.nn.utils.remove_{name}(module), and "
+                "Bounds(weight_norm=...) instead."
+            )
+        if not getattr(hook, "_weightclip", False):
+            raise CertificationError(
+                f"module '{path}' has a forward hook, which the certificate cannot see. Fix: remove the hook."
+            )
 
 
 def _lookup(program: torch.export.ExportedProgram, target: str) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weightclip._torch import AnyDropout
 from weightclip.errors import ContractError
 
 _SIZES = (7, 2, 1)
@@ -83,7 +84,7 @@ def _devices(model: nn.Module) -> list[torch.device]:
 @contextlib.contextmanager
 def _quiet_modules(model: nn.Module, still: bool) -> Iterator[None]:
     """With ``still``, modules that draw random numbers in training (dropout) stand still."""
-    drawing = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
+    drawing = [m for m in model.modules() if isinstance(m, AnyDropout) and m.training]
     try:
         for module in drawing if still else ():
             module.training = False

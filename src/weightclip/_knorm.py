@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from scipy import optimize
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from weightclip._composition import Adjacency, Mechanism
 from weightclip._streams import NOISE, Streams
+from weightclip._torch import ConvNd
 from weightclip.accounting import epsilon
 from weightclip.bounds import Numerics, Scalar, least, plus, times
 from weightclip.certificate import Evaluation, Plan
@@ -110,7 +110,7 @@ class Entrywise:
             if self.p == 1:
                 return times(one, plus(times(math.sqrt(n), x), beta))
             return times(top, _greatest(x, beta))
-        plain = isinstance(module, _ConvNd) and module.padding_mode == "zeros"
+        plain = isinstance(module, ConvNd) and module.padding_mode == "zeros"
         if plain or isinstance(module, nn.Linear):
             if self.p == 1:
                 return times(one, plus(times(math.sqrt(n), x), beta))

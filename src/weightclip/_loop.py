@@ -18,6 +18,7 @@ from weightclip._ledger import Ledger
 from weightclip._record import Recorder
 from weightclip._release import Release
 from weightclip._streams import Streams
+from weightclip._torch import copy_all_
 from weightclip._validate import refuse_closure
 from weightclip._watch import Watch, refuse_stray_gradients
 from weightclip.certificate import Evaluation, Plan, build_plan
@@ -178,7 +179,7 @@ class TrainingLoop:
             layers = constant(tuple(layer for layer, _, _ in self._limited), self._sensitivities.device).long()
             found = (self._sensitivities[layers] * shares).float().unbind()
             with torch.cuda.stream(self._recorder.aside):  # the branch of a recording that looks at weights, if any
-                torch._foreach_copy_([limit for _, limit, _ in self._limited], found)  # pyright: ignore
+                copy_all_([limit for _, limit, _ in self._limited], found)
 
     def _find_sensitivities(self, autocast: torch.dtype | None, modes: tuple[bool, ...], shape: tuple[int, ...]) -> None:
         """Sensitivities: at the present weights, in the present modes, for the loss's actual argument."""

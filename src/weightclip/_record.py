@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from weightclip._torch import DispatchMode, storage_address, tree_leaves
 
 _WARM = 2  # plain runs before recording, so that libraries have made their plans and workspaces
 _MOST = 8  # graphs kept
@@ -78,7 +78,7 @@ def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Reads(TorchDispatchMode):
+class Reads(DispatchMode):
     """Collects the memory that operators read but did not make."""
 
     def __init__(self) -> None:
@@ -88,10 +88,10 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in _storages((args, kwargs)):
-            if storage._cdata not in self._made:
-                self.kept[storage._cdata] = storage
+            if (address := storage_address(storage)) not in self._made:
+                self.kept[address] = storage
         result = func(*args, **(kwargs or {}))
-        self._made |= {s._cdata for s in _storages(result)} - self.kept.keys()
+        self._made |= {storage_address(s) for s in _storages(result)} - self.kept.keys()
         return result
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _unflatten_dense_tensors
 
 from weightclip._knorm import KNorm, fill_, spread
 from weightclip._row_kernels import fits, scale_blocks_
 from weightclip._streams import NOISE, Streams
+from weightclip._torch import add_all_, multiply_all_, norms_of_all, split_like
 from weightclip.bounds import layer_rule
 from weightclip.certificate import Evaluation, Plan
 from weightclip.factors import Product
@@ -74,11 +74,11 @@ class Release:
         self.sums: list[Tensor | None] = [None] * len(self.blocks)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        return list(_unflatten_dense_tensors(flat, self.parameters))
+        return split_like(flat, self.parameters)
 
     def finite(self) -> Tensor | bool:
         """Whether all weights are finite, and none is far too large; on a device nothing waits for the answer."""
-        norms = torch._foreach_norm([p.detach() for p in self.parameters])  # pyright: ignore[reportPrivateImportUsage]
+        norms = norms_of_all([p.detach() for p in self.parameters])
         if norms[0].is_cpu:
             return all([math.isfinite(norm) for norm in norms])
         return torch.isfinite(torch.stack(norms)).all()
@@ -167,7 +167,7 @@ class Release:
         released, views = self.noise(sensitivities, streams, step, factors) if noise is None else noise
         pairs = [(view, total) for view, total in zip(views, sums, strict=True) if total is not None]
         if pairs:
-            torch._foreach_add_([v for v, _ in pairs], [t for _, t in pairs])  # pyright: ignore[reportPrivateImportUsage]
+            add_all_([v for v, _ in pairs], [t for _, t in pairs])
         released.div_(self.batch * self.views)
         if self.grid is not None:
             round_release_(released, self.grid)
@@ -214,7 +214,7 @@ class Release:
                     scale_blocks_(noise, factors, self.ends)
                     return
                 multiples = list(factors.to(noise.dtype).unbind())
-        torch._foreach_mul_(views, multiples)  # pyright: ignore[reportPrivateImportUsage]
+        multiply_all_(views, multiples)
 
 
 def largest_batch(batch: float, q: float, n: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightclip._torch import version_of
 from weightclip.errors import ContractError
 
 
@@ -63,7 +64,7 @@ class BufferGuard:
     def before(self, module: nn.Module, args: Any) -> None:
         """Note the state of all buffers."""
         if self.buffers and not torch.compiler.is_compiling():
-            self._before = [b._version for _, b in self.buffers] if torch.is_grad_enabled() else None
+            self._before = [version_of(b) for _, b in self.buffers] if torch.is_grad_enabled() else None
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Compare."""
@@ -71,7 +72,7 @@ class BufferGuard:
             return
         versions, self._before = self._before, None
         for (name, buffer), version in zip(self.buffers, versions, strict=True):
-            if buffer._version != version:
+            if version_of(buffer) != version:
                 raise ContractError(
                     f"forward writes buffer '{name}': it would carry records of one batch into the next and into the "
                     "saved model. Freeze such modules with eval(), or use ones without running statistics."

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.utils.data import DataLoader
 
 from weightclip import _checkpoint, _report
@@ -26,6 +25,7 @@ from weightclip._loop import TrainingLoop
 from weightclip._record import Recorder
 from weightclip._release import Release, largest_batch, sum_slack
 from weightclip._streams import Streams
+from weightclip._torch import ConvNd, forward_hooks
 from weightclip._validate import (
     check_accounting,
     check_grid,
@@ -241,7 +241,7 @@ class PrivacyEngine(TrainingLoop):
 
     def _product(self, module: nn.Module, path: str) -> Product:
         capped = self.bounds.of("layer_cap", path) is not None or self.bounds.of("joint_cap", path) is not None
-        return self.bounds.product.resolve(isinstance(module.get_submodule(path), _ConvNd), self.device, capped)
+        return self.bounds.product.resolve(isinstance(module.get_submodule(path), ConvNd), self.device, capped)
 
     def _install(self) -> None:
         assert self.model is not None
@@ -435,7 +435,7 @@ def _zeros_like(value: Any, device: torch.device) -> Any:
 def engine_of(model: nn.Module) -> PrivacyEngine | None:
     """The engine that made a model (or the model inside a compiled one) private, if it is still there."""
     model = getattr(model, "_orig_mod", model)
-    for hook in model._forward_hooks.values():
+    for hook in forward_hooks(model):
         if isinstance(hook, OutputGate) and hook.engine is not None:
             return hook.engine()
     return None

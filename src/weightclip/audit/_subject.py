@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from weightclip._torch import drop_forward_hooks
 from weightclip.config import Bounds
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import WeightclipError
@@ -237,9 +238,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
     """A copy of a private model without its engine: native layers, no hooks of ours."""
     twin = copy.deepcopy(model)
     for module in twin.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [k for k, hook in hooks.items() if getattr(hook, "_weightclip", False)]:
-                del hooks[key]
+        drop_forward_hooks(module, lambda hook: getattr(hook, "_weightclip", False))
         make_layer_plain(module)
     return twin
 

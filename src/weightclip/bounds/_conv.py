@@ -6,9 +6,9 @@ import math
 from typing import cast
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from weightclip import nn as wnn
+from weightclip._torch import ConvNd, ConvTransposeNd
 from weightclip.bounds._conv_norms import overlap
 from weightclip.bounds._layer import LayerRule, Numerics, bias_norm, pythagoras, register_layer
 from weightclip.bounds._layer_norms import layer_norm_tensor
@@ -16,7 +16,7 @@ from weightclip.bounds._rule import Op, Scalar, plus, times
 from weightclip.errors import CertificationError
 
 
-def kernel_overlap(module: _ConvNd) -> int:
+def kernel_overlap(module: ConvNd) -> int:
     """m: in how many output positions one input entry meets the same kernel entry's residue class (SOUNDNESS 3)."""
     return overlap(module.kernel_size, module.stride, module.dilation)
 
@@ -28,7 +28,7 @@ class ConvRule(LayerRule):
 
     def check(self, module: nn.Module, op: Op) -> None:
         """Reflect and replicate padding have no rule (circular is checked by the norm itself)."""
-        conv = cast(_ConvNd, module)
+        conv = cast(ConvNd, module)
         if conv.padding_mode not in ("zeros", "circular"):
             raise op.refuse(f"padding_mode='{conv.padding_mode}' has no rule", "use padding_mode='zeros'")
         if len(op.shapes[0]) != len(conv.kernel_size) + 1:
@@ -47,7 +47,7 @@ class ConvRule(LayerRule):
 
     def inflation(self, module: nn.Module, numerics: Numerics) -> float:
         """Rounding of the convolution and of its transpose."""
-        conv = cast(_ConvNd, module)
+        conv = cast(ConvNd, module)
         fan = math.prod(conv.kernel_size) * max(conv.in_channels, conv.out_channels) // conv.groups
         rank = min(conv.out_channels, conv.in_channels * math.prod(conv.kernel_size)) // conv.groups
         return numerics.inflate(fan, max(1, rank))
@@ -58,7 +58,7 @@ class ConvRule(LayerRule):
 
     def factor(self, module: nn.Module, op: Op, x: Scalar, beta: float, p: float) -> Scalar:
         """2 -> 2 sqrt(m X^2 + beta^2 P); 2 -> inf sqrt(X^2 + beta^2) (one patch); 2 -> 1 times sqrt(c_out P)."""
-        conv = cast(_ConvNd, module)
+        conv = cast(ConvNd, module)
         count = math.prod(op.out_shape[1:])
         if math.isinf(p):
             return pythagoras(module, times(math.sqrt(_repeats(conv, op.shapes[0][1:])), x), beta)
@@ -66,7 +66,7 @@ class ConvRule(LayerRule):
         return times(math.sqrt(conv.out_channels * count), a2) if p == 1 else a2
 
 
-def _repeats(conv: _ConvNd, sizes: tuple[int, ...]) -> int:
+def _repeats(conv: ConvNd, sizes: tuple[int, ...]) -> int:
     """How often one patch may hold one entry: more than once where a circular kernel wraps around its input."""
     if conv.padding_mode != "circular":
         return 1
@@ -82,7 +82,7 @@ class ConvTransposeRule(ConvRule):
     def check(self, module: nn.Module, op: Op) -> None:
         """The norm is that of the output size the module itself declares."""
         super().check(module, op)
-        conv = cast(_ConvTransposeNd, module)
+        conv = cast(ConvTransposeNd, module)
         axes = zip(op.shapes[0][1:], conv.kernel_size, conv.stride, conv.dilation, conv.padding, conv.output_padding,
                    strict=True)  # fmt: skip
         declared = tuple((n - 1) * s + d * (k - 1) + 1 - 2 * int(e) + o for n, k, s, d, e, o in axes)
@@ -91,7 +91,7 @@ class ConvTransposeRule(ConvRule):
 
     def factor(self, module: nn.Module, op: Op, x: Scalar, beta: float, p: float) -> Scalar:
         """Fallbacks of SOUNDNESS 3: a^(inf) <= a^(2), a^(1) <= sqrt(numel) a^(2)."""
-        conv = cast(_ConvTransposeNd, module)
+        conv = cast(ConvTransposeNd, module)
         count = math.prod(op.out_shape[1:])
         a2 = pythagoras(module, times(math.sqrt(kernel_overlap(conv)), x), beta * math.sqrt(count))
         return times(math.sqrt(math.prod(op.out_shape)), a2) if p == 1 else a2

@@ -7,8 +7,8 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
+from weightclip._torch import ConvNd
 from weightclip.errors import CertificationError
 
 
@@ -68,7 +68,7 @@ def power_iteration_estimate(
 def _input_shape(module: nn.Module, input_size: int | Sequence[int] | None) -> tuple[int, ...]:
     if isinstance(module, nn.Linear):
         return (1, module.in_features)
-    if not isinstance(module, _ConvNd):
+    if not isinstance(module, ConvNd):
         raise CertificationError(f"power iteration on {type(module).__name__}: expected a Linear or Conv layer")
     if input_size is None:
         raise CertificationError(f"power iteration on {type(module).__name__}: pass input_size")

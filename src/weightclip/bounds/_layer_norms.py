@@ -8,9 +8,9 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
+from weightclip._torch import ConvNd, ConvTransposeNd, SpectralNorm
 from weightclip.bounds._conv_norms import conv_norm, conv_transpose_norm, kernel_matrices, overlap
 from weightclip.bounds._operator_norms import check_p, dense_norm
 from weightclip.errors import CertificationError
@@ -100,12 +100,12 @@ def norm_function(
     _check_kind(module)
     if isinstance(module, nn.Linear):
         return DenseNorm(p)
-    conv = cast(_ConvNd, module)
+    conv = cast(ConvNd, module)
     axes = len(conv.kernel_size)
     size = None
     if input_size is not None:
         size = (input_size,) * axes if isinstance(input_size, int) else tuple(int(n) for n in input_size)
-    transposed = isinstance(conv, _ConvTransposeNd)
+    transposed = isinstance(conv, ConvTransposeNd)
     return ConvNorm(
         p, tuple(conv.stride), conv.padding if isinstance(conv.padding, str) else tuple(conv.padding),
         tuple(conv.dilation), conv.groups, conv.padding_mode, transposed, tuple(conv.output_padding), size, use_dft,
@@ -124,7 +124,7 @@ def effective_weight(module: nn.Module) -> Tensor:
     kind = type(module).__name__
     if parametrize.is_parametrized(module, "weight"):
         steps = cast(nn.ModuleDict, module.parametrizations)["weight"]
-        if module.training and any(isinstance(s, parametrizations._SpectralNorm) for s in cast(nn.ModuleList, steps)):
+        if module.training and any(isinstance(s, SpectralNorm) for s in cast(nn.ModuleList, steps)):
             raise CertificationError(
                 f"{kind} with spectral_norm in training mode changes its weight at every read: call .eval() first"
             )

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from weightclip._torch import ConvNd, ConvTransposeNd
 from weightclip.factors._affine import affine_factors, affine_record_norm, affine_scale, affine_sums, free_dims
 from weightclip.factors._conv import Shape, conv_factors, conv_norm, conv_scale, conv_sums, patch_energies
 from weightclip.factors._dense import dense_factors, dense_norm, dense_scale, dense_sums
@@ -50,7 +50,7 @@ def trains(layer: Any) -> tuple[bool, bool]:
 def shape_of(layer: Any, x: Tensor, d: Tensor) -> Shape:
     """The numbers of one use of a convolution: padding that kernels do not know was done before."""
     kernel, stride, dilation = tuple(layer.kernel_size), tuple(layer.stride), tuple(layer.dilation)
-    if isinstance(layer, _ConvTransposeNd):
+    if isinstance(layer, ConvTransposeNd):
         axes = zip(kernel, stride, layer.padding, dilation, x.shape[2:], d.shape[2:], strict=True)
         extra = tuple(out - ((n - 1) * s - 2 * p + e * (k - 1) + 1) for k, s, p, e, n, out in axes)
         return Shape(kernel, stride, tuple(layer.padding), dilation, layer.groups, True, extra)
@@ -70,7 +70,7 @@ def factors(layer: Any, x: Tensor, d: Tensor) -> Factors:
         return dense_factors(x, d, beta_of(layer))
     if isinstance(layer, nn.Embedding):
         return embedding_factors(x, d)
-    if isinstance(layer, _ConvNd):
+    if isinstance(layer, ConvNd):
         return conv_factors(x, d, beta_of(layer), shape_of(layer, x, d))
     return affine_factors(x, d, beta_of(layer), free_dims(x, layer.weight, first_of(layer, x)))
 
@@ -83,7 +83,7 @@ def norm(layer: Any, x: Tensor, d: Tensor, kind: int) -> Tensor:
     if isinstance(layer, nn.Embedding):
         x_norm, d_norm = embedding_factors(x, d)
         return x_norm * d_norm
-    if isinstance(layer, _ConvNd):
+    if isinstance(layer, ConvNd):
         return conv_norm(x, d, beta, shape_of(layer, x, d), kind, product)
     return affine_record_norm(x, d, free_dims(x, layer.weight, first_of(layer, x)), beta)
 
@@ -95,7 +95,7 @@ def scale(layer: Any, x: Tensor, d: Tensor, counter: Counts | None) -> Tensor | 
         return dense_scale(x, d, limits, flags, beta, product, counter)
     if isinstance(layer, nn.Embedding):
         return record_scale(*embedding_factors(x, d), limits, flags, counter)
-    if isinstance(layer, _ConvNd):
+    if isinstance(layer, ConvNd):
         return conv_scale(x, d, limits, flags, beta, shape_of(layer, x, d), product, counter)
     return affine_scale(x, d, limits, flags, beta, free_dims(x, layer.weight, first_of(layer, x)), counter)
 
@@ -108,7 +108,7 @@ def sums(layer: Any, x: Tensor, d: Tensor, scales: Tensor | None) -> tuple[Tenso
     if isinstance(layer, nn.Embedding):
         skip = -1 if layer.padding_idx is None else layer.padding_idx
         return embedding_sums(x, d, scales, layer.weight.shape[0], skip, product[0]) if wanted[0] else None, None
-    if isinstance(layer, _ConvNd):
+    if isinstance(layer, ConvNd):
         return conv_sums(x, d, scales, layer.weight, shape_of(layer, x, d), product, wanted)
     return affine_sums(x, d, scales, layer.weight, first_of(layer, x), wanted)
 
@@ -127,7 +127,7 @@ def certified(layer: Any, x: Tensor, d: Tensor, both: Factors, measure: Measure 
     if measure.entrywise is None:
         if isinstance(layer, nn.Embedding):
             return torch.minimum(product, one)
-        if isinstance(layer, _ConvNd) and not isinstance(layer, _ConvTransposeNd):
+        if isinstance(layer, ConvNd) and not isinstance(layer, ConvTransposeNd):
             largest = (patch_energies(x, shape_of(layer, x, d)).flatten(1).amax(1) + beta**2).sqrt()
             return torch.minimum(product, largest * one)
         return product
@@ -136,7 +136,7 @@ def certified(layer: Any, x: Tensor, d: Tensor, both: Factors, measure: Measure 
         return product
     if isinstance(layer, nn.Embedding):
         return torch.minimum(product, one)
-    if not isinstance(layer, (nn.Linear, _ConvNd)):
+    if not isinstance(layer, (nn.Linear, ConvNd)):
         return product
     flat = wide(x).flatten(1).abs()
     if measure.entrywise == 1:

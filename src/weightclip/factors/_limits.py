@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from weightclip._torch import apply_directly, reshaped_copy_of, transforms_active
+
 RADIUS, COTANGENT, CAP = 1, 2, 4  # bits: which of the limits are enforced
 KIND_SHIFT = 4  # three bits from here on say how a capped convolution measures its gradients (factors._record_norms)
 BOUND = 1 << 7  # the cap stands for a certified bound: it meets the free product of norms, as the certificate does
@@ -165,7 +167,7 @@ def wide(value: Tensor) -> Tensor:
 
 def own(value: Tensor) -> Tensor:
     """The tensor, no longer counted as a view: users may go on with in-place operators, as after the native layer."""
-    return torch.ops.aten._unsafe_view(value, value.shape) if value.dim() > 2 else value
+    return reshaped_copy_of(value) if value.dim() > 2 else value
 
 
 def product_rounding(terms: int, product: torch.dtype) -> float:
@@ -183,9 +185,9 @@ class Eager(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """As ``Function.apply``, without a look at each argument for remains of a transform."""
-        if torch._C._are_functorch_transforms_active():
+        if transforms_active():
             return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+        return apply_directly(cls, *args)
 
 
 def eager_twin(function: type[torch.autograd.Function]) -> type[Eager]:
@@ -213,7 +215,7 @@ def unchunked(dtype: torch.dtype, chunk: int) -> tuple[torch.dtype, int]:
 
 def transforming() -> bool:
     """Whether a torch.func transform or the compiler is looking."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or transforms_active()
 
 
 _AS_IT_IS = contextlib.nullcontext()

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from weightclip import nn as wnn
+from weightclip._torch import ConvNd
 from weightclip.errors import CertificationError
 from weightclip.factors._affine import AffineFunction
 from weightclip.factors._collect import Sink
@@ -307,7 +307,7 @@ def make_layer_private(
     if cap is not None:
         layer._wc_flags |= BOUND if bound else int(caps) << KIND_SHIFT
     module.register_buffer("_wc_token", torch.zeros((), device=device), persistent=False)
-    chosen = (product or Product()).resolve(isinstance(module, _ConvNd), device, cap is not None and not bound)
+    chosen = (product or Product()).resolve(isinstance(module, ConvNd), device, cap is not None and not bound)
     layer._wc_beta, layer._wc_product, layer._wc_kind = float(beta), chosen, int(caps)
     layer._wc_sink = layer._wc_counter = None
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from weightclip._torch import tree_flatten, tree_map
 from weightclip.errors import ContractError
 from weightclip.losses._base import Loss, Shape, _check_positive
 
@@ -51,7 +51,7 @@ class PerRecordLoss(Loss):
 
     def check_records(self, z: Tensor, y: Any) -> None:
         """Test record independence on public numbers with the shapes of (z, y); ContractError where it fails."""
-        leaves, tree = pytree.tree_flatten(y)
+        leaves, tree = tree_flatten(y)
         key = (tree, tuple((t.shape[1:], t.dtype, t.device) for t in [z, *leaves] if isinstance(t, Tensor)))
         if key in self._tested or torch.compiler.is_compiling():
             return
@@ -60,8 +60,8 @@ class PerRecordLoss(Loss):
         n = len(v)
         for i in range(n):  # put record i of the second draw into the first, then leave record i out
             others = [j for j in range(n) if j != i]
-            swapped = pytree.tree_map(lambda a, b, i=i: _swap(a, b, i), first, second)
-            fewer = pytree.tree_map(lambda a, o=others: a[o] if isinstance(a, Tensor) else a, first)
+            swapped = tree_map(lambda a, b, i=i: _swap(a, b, i), first, second)
+            fewer = tree_map(lambda a, o=others: a[o] if isinstance(a, Tensor) else a, first)
             for (v2, g2), keep in ((self._evaluate(*swapped), others), (self._evaluate(*fewer), slice(None))):
                 if not (_same(v[others], v2[keep]) and _same(g[others], g2[keep])):
                     raise ContractError(
@@ -72,7 +72,7 @@ class PerRecordLoss(Loss):
 
     def _public(self, z: Tensor, y: Any, draw: int) -> tuple[Tensor, Any]:
         if self.example is not None:
-            return pytree.tree_map(lambda t: t.roll(draw, 0) if isinstance(t, Tensor) else t, self.example)
+            return tree_map(lambda t: t.roll(draw, 0) if isinstance(t, Tensor) else t, self.example)
         generator = torch.Generator().manual_seed(20_240_229 + draw)
 
         def like(t: Any, signed: bool = False) -> Any:
@@ -84,7 +84,7 @@ class PerRecordLoss(Loss):
             x = torch.randn(shape, generator=generator) if signed else torch.rand(shape, generator=generator)
             return x.to(t.device, t.dtype)
 
-        return like(z, signed=True), pytree.tree_map(like, y)
+        return like(z, signed=True), tree_map(like, y)
 
     def _evaluate(self, z: Tensor, y: Any) -> tuple[Tensor, Tensor]:
         """Values and gradient; differentiable once more where z asks for it."""

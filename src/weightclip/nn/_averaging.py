@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import copy_all_, lerp_all_
 from ..errors import WeightclipError
 
 
@@ -63,13 +64,13 @@ class ParameterAverage:
         if not self._parameters:
             return
         if t == 0:
-            torch._foreach_copy_(self._average, list(self._parameters))  # pyright: ignore[reportPrivateImportUsage]
+            copy_all_(self._average, self._parameters)
             return
         past = t / (t + 1) if self.polyak else self.decay
         if self.warmup and not self.polyak:
             past = min(past, (1 + t) / (10 + t))
         present = [p.detach().to(a.dtype) for p, a in zip(self._parameters, self._average, strict=True)]
-        torch._foreach_lerp_(self._average, present, 1.0 - past)  # pyright: ignore[reportPrivateImportUsage]
+        lerp_all_(self._average, present, 1.0 - past)
 
     @contextmanager
     @torch.no_grad()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weightclip._torch import int8_product
 from weightclip.errors import WeightclipError
 
 _DIGIT = 128
@@ -103,6 +104,6 @@ def integer_product(codes: Tensor, x: Tensor) -> Tensor:
         rows = torch.zeros(max(24, units + -units % 8), digits.shape[1], dtype=torch.int8, device=x.device)
         rows[:units] = digits
         x = x if x.stride(0) == 1 else x.t().contiguous().t()
-        total = torch._int_mm(rows, x)[:units].double()  # pyright: ignore[reportPrivateImportUsage]
+        total = int8_product(rows, x)[:units].double()
     top, low = total.chunk(2)
     return top * _DIGIT + low

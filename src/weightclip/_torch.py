@@ -1,0 +1,188 @@
+"""Every private symbol of torch that weightclip uses, behind names of our own.
+
+Torch may move or change what begins with an underscore in any release. Here is the one place to look when one does;
+``tests/test_torch_private.py`` refuses such access elsewhere, ``make test-torch TORCH=x.y`` runs the core tests with
+another release. All of this works with the minimum that ``pyproject.toml`` declares and with the newest release known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeNd
+from torch.nn.modules.dropout import _DropoutNd as AnyDropout
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+
+__all__ = [
+    "AnyBatchNorm", "AnyDropout", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm", "add_all_", "after_this_backward",
+    "apply_directly", "backward_hooks", "backward_id", "checked_functions", "copy_all_", "data_parallel_active",
+    "drop_forward_hooks", "forward_hooks", "gradient_hooks", "int8_product", "lerp_all_", "multiply_all_",
+    "norms_of_all", "optimizer_hooks", "post_accumulate_hooks", "reshaped_copy_of", "same_memory", "split_like",
+    "storage_address", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "version_of",
+]  # fmt: skip
+
+_torch = cast(Any, torch)  # type stubs leave private names out
+
+
+# one launch for many tensors
+
+
+def norms_of_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The Euclidean norm of each tensor, as scalars on their device."""
+    return list(_torch._foreach_norm(list(tensors)))
+
+
+def add_all_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """``t += o`` for every pair."""
+    _torch._foreach_add_(list(tensors), list(others))
+
+
+def multiply_all_(tensors: Sequence[Tensor], factors: Sequence[Any]) -> None:
+    """``t *= f`` for every pair; the factors are all numbers or all tensors without dimensions."""
+    _torch._foreach_mul_(list(tensors), list(factors))
+
+
+def copy_all_(tensors: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Overwrite every tensor by its source."""
+    _torch._foreach_copy_(list(tensors), list(sources))
+
+
+def lerp_all_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """``t += weight * (end - t)`` for every pair."""
+    _torch._foreach_lerp_(list(tensors), list(ends), weight)
+
+
+# tensors and their memory
+
+
+def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of ``flat``, one behind the other, in the shapes of ``tensors``."""
+    return list(_unflatten_dense_tensors(flat, list(tensors)))
+
+
+def int8_product(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix product of two int8 matrices, exactly, as int32."""
+    return _torch._int_mm(a, b)
+
+
+def reshaped_copy_of(value: Tensor) -> Tensor:
+    """``value`` under a new name that autograd does not take for a view of it; the memory is the same."""
+    return torch.ops.aten._unsafe_view(value, value.shape)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written in place."""
+    return tensor._version
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from every other that lives at the same time."""
+    return storage._cdata
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of one storage."""
+    return storage_address(a.untyped_storage()) == storage_address(b.untyped_storage())
+
+
+# passes
+
+
+def transforms_active() -> bool:
+    """Whether code runs inside ``torch.func`` (grad, vmap, ...)."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def backward_id() -> int:
+    """A number of the backward pass that is running; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def after_this_backward(callback: Callable[[], None]) -> None:
+    """Call something when the backward pass that is running has finished."""
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(callback)
+
+
+def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """As ``function.apply(*args)`` outside of ``torch.func``, without a look at each argument for remains of it."""
+    return cast(Any, super(torch.autograd.Function, function)).apply(*args)
+
+
+def data_parallel_active() -> bool:
+    """Whether code runs inside the forward of a ``DistributedDataParallel`` model."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+
+
+@contextlib.contextmanager
+def checked_functions(check: Callable[[type], None]) -> Iterator[None]:
+    """Within the block, ``check(cls)`` runs before every ``apply`` of an ``autograd.Function`` that is looked up there.
+
+    ``apply`` is a Python method in torch 2.10 to 2.13 and a built-in one in 2.15: the descriptor itself is kept and put
+    back, whichever it is.
+    """
+    function: Any = torch.autograd.Function
+    original = function.__dict__["apply"]
+
+    def checked(cls: type, *args: Any, **kwargs: Any) -> Any:
+        check(cls)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    function.apply = classmethod(checked)
+    try:
+        yield
+    finally:
+        function.apply = original
+
+
+# tables of hooks
+
+
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """Hooks that run before or after the module's forward."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def drop_forward_hooks(module: nn.Module, which: Callable[[Any], bool]) -> None:
+    """Remove the chosen ones of the hooks that run before or after the module's forward."""
+    for table in (module._forward_hooks, module._forward_pre_hooks):
+        for key in [key for key, hook in table.items() if which(hook)]:
+            del table[key]
+
+
+def backward_hooks(module: nn.Module) -> list[Any]:
+    """Hooks that see or change the gradients of the module's inputs and outputs."""
+    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+
+
+def gradient_hooks(tensor: Tensor) -> list[Any]:
+    """Hooks that see or change the tensor's gradient."""
+    return _values(tensor._backward_hooks)
+
+
+def post_accumulate_hooks(parameter: Tensor) -> list[Any]:
+    """Hooks that run when the parameter's gradient has been accumulated."""
+    return _values(cast(Any, parameter)._post_accumulate_grad_hooks)
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> tuple[int, int, int, int]:
+    """How many hooks run around a step: of all optimisers before and after, of this one before and after."""
+    own: Any = optimizer
+    tables = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks,
+              own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)  # fmt: skip
+    before, after, own_before, own_after = [len(table) for table in tables]
+    return before, after, own_before, own_after
+
+
+def _values(table: Mapping[int, Any] | None) -> list[Any]:
+    return list(table.values()) if table else []

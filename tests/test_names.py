@@ -1,0 +1,71 @@
+"""Every name of weightclip that README, docs and examples use exists."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import weightclip as wc
+
+ROOT = Path(__file__).parents[1]
+TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.py"))]
+# not after a slash, a dot or a dash (paths, addresses), not a file name, not an entry of a configuration file
+_DOTTED = re.compile(r"(?<![\w./-])(?:wc|weightclip)((?:\.[A-Za-z_]\w*)+)")
+_IMPORT = re.compile(r"from (weightclip(?:\.\w+)*) import (?:\(([^)]*)\)|([^\n#;]*))")
+_FILES = {"json", "toml", "md", "py", "csv", "onnx"}
+
+
+def names_in(text: str) -> set[str]:
+    """Full names, ``weightclip.a.b``."""
+    found = {"weightclip" + rest for rest in _DOTTED.findall(text) if rest.rsplit(".", 1)[1] not in _FILES}
+    for module, several, one in _IMPORT.findall(text):
+        parts = [part.split(" as ")[0].strip() for part in (several or one).split(",")]
+        found |= {f"{module}.{part}" for part in parts if re.fullmatch(r"\w+", part)}
+    return found
+
+
+def exists(name: str) -> bool:
+    """Whether a full name can be reached by attributes from the door, or is a module with such an attribute."""
+    value, path = wc, "weightclip"
+    for part in name.split(".")[1:]:
+        path = f"{path}.{part}"
+        try:
+            value = getattr(value, part)
+        except AttributeError:
+            try:
+                value = importlib.import_module(path)
+            except ImportError:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.name)
+def test_names_exist(text):
+    missing = sorted(name for name in names_in(text.read_text()) if not exists(name))
+    assert not missing, f"{text.name} speaks of {missing}"
+
+
+def test_the_search_finds_names():
+    text = "`wc.Bounds()`, weightclip.nn.SafeGroupNorm. a/weightclip.toml\nfrom weightclip.study import data, nothing"
+    found = {"Bounds", "nn.SafeGroupNorm", "study", "study.data", "study.nothing"}
+    assert names_in(text) == {f"weightclip.{name}" for name in found}
+    assert exists("weightclip.LipDPClassifier") and exists("weightclip.LipDPRegressor")
+    assert not exists("weightclip.study.nothing") and not exists("weightclip.nothing")
+
+
+def test_estimators_are_at_the_door_and_come_only_when_asked_for():
+    code = (
+        "import sys, weightclip as wc\n"
+        "assert 'sklearn' not in sys.modules\n"
+        "assert {'LipDPClassifier', 'LipDPRegressor'} <= set(dir(wc)) and 'sklearn' not in sys.modules\n"
+        "assert wc.LipDPClassifier.__name__ == 'LipDPClassifier' and 'sklearn' in sys.modules\n"
+        "from weightclip import LipDPRegressor\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'LipDP'"):
+        _ = wc.LipDP
