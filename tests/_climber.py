@@ -172,8 +172,8 @@ class Climber:
                 limit = float(evaluations[path].sensitivity) * plan.room(path)
                 of = self.case.bounds.of
                 make_layer_private(
-                    layer, radius=of("layer_radius", path), cotangent=of("cotangent_radius", path), cap=limit, bound=True,
-                    beta=of("bias_scale", path) or 1.0, product=self.case.bounds.product,
+                    layer, radius=of("layer_radius", path), cotangent=of("cotangent_radius", path), cap=limit,
+                    bound=True, beta=of("bias_scale", path) or 1.0, product=self.case.bounds.product,
                 )  # fmt: skip
                 collector.enter(Entry(layer, *places, len(uses), None, plan.measure(path, None)))
             else:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import weightclip.factors._joint as joint
 from torch import Tensor, nn
 
 import weightclip as wc
 import weightclip.factors._conv as conv
 import weightclip.factors._dense as dense
-import weightclip.factors._joint as joint
 from weightclip._record import Recorder
 from weightclip.factors._kernel import dense_gradient
 from weightclip.sampling import BatchInfo

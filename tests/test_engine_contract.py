@@ -67,7 +67,7 @@ def test_a_loop_without_zero_grad_does_not_add_up_releases() -> None:
     assert same_bits(loops[0], loops[1]) and same_bits(loops[0], loops[2])
 
 
-# -- what raises, and what changes nothing ---------------------------------------------------------------------------------------------
+# -- what raises, and what changes nothing ---------------------------------------------------------------------------
 
 
 def scaled(run: Run, x: Tensor, y: Tensor) -> None:

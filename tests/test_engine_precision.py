@@ -78,9 +78,10 @@ def test_a_compiled_models_contract() -> None:
     compiled = torch.compile(run.model, backend="aot_eager", fullgraph=True)
     expected = one_step(private(mlp(), table(8), bounds=wc.Bounds(input_radius=1.0)))
     x, y = next(iter(run.loader))
-    for term in (lambda: sum(p.square().sum() for p in run.model.parameters()), lambda: compiled(3 * x).pow(2).sum()):
+    penalty = lambda x: sum(p.square().sum() for p in run.model.parameters())  # noqa: E731
+    for term in (penalty, lambda x: compiled(3 * x).pow(2).sum()):
         with pytest.raises(wc.ContractError):
-            (run.criterion(compiled(x), y) + term()).backward()
+            (run.criterion(compiled(x), y) + term(x)).backward()
         assert all(p.grad is None for p in run.model.parameters())
         x, y = next(iter(run.loader))
     run.criterion(compiled(x), y).backward()

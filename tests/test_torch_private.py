@@ -133,8 +133,6 @@ def test_int8_product():
 class Twice(torch.autograd.Function):
     """2 x, and notes of its backward pass."""
 
-    seen: list = []
-
     @staticmethod
     def forward(ctx, x):
         """Doubles."""
@@ -142,19 +140,14 @@ class Twice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        """Doubles, and asks to be told of the end."""
-        Twice.seen.append(ours.backward_id())
-        ours.after_this_backward(lambda: Twice.seen.append("end"))
+        """Doubles."""
         return 2 * grads[0]
 
 
-def test_backward_passes_have_numbers_and_an_end():
-    Twice.seen.clear()
+def test_functions_may_be_applied_directly():
     x = torch.ones(3, requires_grad=True)
     for y in (Twice.apply(x), ours.apply_directly(Twice, x)):
         y.sum().backward()
-    first, end, second, last = Twice.seen
-    assert end == last == "end" and first != second and -1 not in (first, second) and ours.backward_id() == -1
     assert x.grad is not None and x.grad.tolist() == [4.0] * 3
 
 
@@ -164,37 +157,15 @@ def test_transforms():
     assert seen == [True] and not ours.transforms_active() and not ours.data_parallel_active()
 
 
-def test_functions_are_checked_within_the_block_alone():
-    seen, original = [], torch.autograd.Function.__dict__["apply"]
-    x = torch.ones(3, requires_grad=True)
-    with ours.checked_functions(lambda cls: seen.append(cls)):
-        assert Twice.apply(x).tolist() == [2.0] * 3
-    with pytest.raises(ValueError, match="no"), ours.checked_functions(lambda cls: _refuse()):
-        Twice.apply(x)
-    Twice.apply(x)
-    assert seen == [Twice] and torch.autograd.Function.__dict__["apply"] is original
-
-
-def _refuse():
-    raise ValueError("no")
-
-
 def test_hooks_are_seen():
-    layer, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    assert not ours.forward_hooks(layer) and not ours.backward_hooks(layer) and not ours.gradient_hooks(x)
-    assert not ours.post_accumulate_hooks(layer.weight) and ours.optimizer_hooks(optimizer) == (0, 0, 0, 0)
+    assert not ours.forward_hooks(layer) and ours.optimizer_hooks(optimizer) == (0, 0, 0, 0)
     layer.register_forward_hook(print)
     layer.register_forward_pre_hook(len)
     assert ours.forward_hooks(layer) == [print, len]
     ours.drop_forward_hooks(layer, lambda hook: hook is print)
     assert ours.forward_hooks(layer) == [len]
-    layer.register_full_backward_hook(lambda *a: None)
-    layer.register_full_backward_pre_hook(lambda *a: None)
-    assert len(ours.backward_hooks(layer)) == 2
-    x.register_hook(lambda g: g)
-    layer.weight.register_post_accumulate_grad_hook(lambda p: None)
-    assert len(ours.gradient_hooks(x)) == len(ours.post_accumulate_hooks(layer.weight)) == 1
     optimizer.register_step_pre_hook(lambda *a: None)
     optimizer.register_step_post_hook(lambda *a: None)
     assert ours.optimizer_hooks(optimizer) == (0, 0, 1, 1)

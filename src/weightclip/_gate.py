@@ -118,8 +118,8 @@ class InputProjection:
 class ShapeGuard:
     """Forward pre-hook of the model: under gradients, records must have the shape that was certified.
 
-    Which promise needs it: the rounding of norms and sums was allowed for at these sizes; and integers where floats were
-    declared would pass the projection unseen.
+    Which promise needs it: the rounding of norms and sums was allowed for at these sizes; and integers where floats
+    were declared would pass the projection unseen.
     """
 
     _weightclip = True

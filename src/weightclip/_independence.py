@@ -189,6 +189,6 @@ def _compare(base: Facts, other: Facts, rows: list[int], places: list[int] | Non
         ) if a.numel() else a.shape == b.shape  # fmt: skip
     if not same:
         raise ContractError(
-            f"the model mixes records: {what} changed another record's output or gradient. Batch statistics, means over "
-            "the batch, state kept between batches and branches on the batch size cannot be made private."
+            f"the model mixes records: {what} changed another record's output or gradient. Batch statistics, means "
+            "over the batch, state kept between batches and branches on the batch size cannot be made private."
         )

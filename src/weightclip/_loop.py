@@ -181,7 +181,9 @@ class TrainingLoop:
             with torch.cuda.stream(self._recorder.aside):  # the branch of a recording that looks at weights, if any
                 copy_all_([limit for _, limit, _ in self._limited], found)
 
-    def _find_sensitivities(self, autocast: torch.dtype | None, modes: tuple[bool, ...], shape: tuple[int, ...]) -> None:
+    def _find_sensitivities(
+        self, autocast: torch.dtype | None, modes: tuple[bool, ...], shape: tuple[int, ...]
+    ) -> None:
         """Sensitivities: at the present weights, in the present modes, for the loss's actual argument."""
         self._use_mode(modes)
         self._autocast = autocast

@@ -7,8 +7,7 @@ another release. All of this works with the minimum that ``pyproject.toml`` decl
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 __all__ = [
-    "AnyBatchNorm", "AnyDropout", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm", "add_all_", "after_this_backward",
-    "apply_directly", "backward_hooks", "backward_id", "checked_functions", "copy_all_", "data_parallel_active",
-    "drop_forward_hooks", "forward_hooks", "gradient_hooks", "int8_product", "lerp_all_", "multiply_all_",
-    "norms_of_all", "optimizer_hooks", "post_accumulate_hooks", "reshaped_copy_of", "same_memory", "split_like",
+    "AnyBatchNorm", "AnyDropout", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm", "add_all_",
+    "apply_directly", "copy_all_", "data_parallel_active",
+    "drop_forward_hooks", "forward_hooks", "int8_product", "lerp_all_", "multiply_all_",
+    "norms_of_all", "optimizer_hooks", "reshaped_copy_of", "same_memory", "split_like",
     "storage_address", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "version_of",
 ]  # fmt: skip
 
@@ -104,16 +103,6 @@ def transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def backward_id() -> int:
-    """A number of the backward pass that is running; -1 outside of one."""
-    return torch._C._current_graph_task_id()
-
-
-def after_this_backward(callback: Callable[[], None]) -> None:
-    """Call something when the backward pass that is running has finished."""
-    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(callback)
-
-
 def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
     """As ``function.apply(*args)`` outside of ``torch.func``, without a look at each argument for remains of it."""
     return cast(Any, super(torch.autograd.Function, function)).apply(*args)
@@ -122,27 +111,6 @@ def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
 def data_parallel_active() -> bool:
     """Whether code runs inside the forward of a ``DistributedDataParallel`` model."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
-
-
-@contextlib.contextmanager
-def checked_functions(check: Callable[[type], None]) -> Iterator[None]:
-    """Within the block, ``check(cls)`` runs before every ``apply`` of an ``autograd.Function`` that is looked up there.
-
-    ``apply`` is a Python method in torch 2.10 to 2.13 and a built-in one in 2.15: the descriptor itself is kept and put
-    back, whichever it is.
-    """
-    function: Any = torch.autograd.Function
-    original = function.__dict__["apply"]
-
-    def checked(cls: type, *args: Any, **kwargs: Any) -> Any:
-        check(cls)
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    function.apply = classmethod(checked)
-    try:
-        yield
-    finally:
-        function.apply = original
 
 
 # tables of hooks
@@ -160,21 +128,6 @@ def drop_forward_hooks(module: nn.Module, which: Callable[[Any], bool]) -> None:
             del table[key]
 
 
-def backward_hooks(module: nn.Module) -> list[Any]:
-    """Hooks that see or change the gradients of the module's inputs and outputs."""
-    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-
-
-def gradient_hooks(tensor: Tensor) -> list[Any]:
-    """Hooks that see or change the tensor's gradient."""
-    return _values(tensor._backward_hooks)
-
-
-def post_accumulate_hooks(parameter: Tensor) -> list[Any]:
-    """Hooks that run when the parameter's gradient has been accumulated."""
-    return _values(cast(Any, parameter)._post_accumulate_grad_hooks)
-
-
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> tuple[int, int, int, int]:
     """How many hooks run around a step: of all optimisers before and after, of this one before and after."""
     own: Any = optimizer
@@ -182,7 +135,3 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> tuple[int, int, int, in
               own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)  # fmt: skip
     before, after, own_before, own_after = [len(table) for table in tables]
     return before, after, own_before, own_after
-
-
-def _values(table: Mapping[int, Any] | None) -> list[Any]:
-    return list(table.values()) if table else []

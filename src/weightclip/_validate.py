@@ -7,7 +7,7 @@ import numbers
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from weightclip.accounting import Adjacency, Mechanism, epsilon

@@ -119,8 +119,8 @@ class PrivacyEngine(TrainingLoop):
             release_grid: Round released gradients to multiples of this (after the noise, free of charge).
             mechanism: ``KNorm(p)`` for the K-norm mechanism, epsilon0-DP per step with epsilon0 = 1/noise_multiplier;
                 by default the Gaussian.
-            loss_scale: A constant by which the loop (or a framework) multiplies the loss before ``backward()``; it changes
-                nothing that is released, and any other factor raises.
+            loss_scale: A constant by which the loop (or a framework) multiplies the loss before ``backward()``; it
+                changes nothing that is released, and any other factor raises.
             example: A batch of inputs, if the model's input is not the first element of a batch; only shapes are read.
 
         Returns:

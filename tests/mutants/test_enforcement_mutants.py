@@ -58,7 +58,10 @@ def not_made_private(make: type, bounds: str = "default") -> Callable[[], bool]:
 
 
 def foreign_terms_are_refused() -> bool:
-    for term in (lambda run, x: run.model(x).square().mean(), lambda run, x: sum(p.sum() for p in run.model.parameters())):
+    for term in (
+        lambda run, x: run.model(x).square().mean(),
+        lambda run, x: sum(p.sum() for p in run.model.parameters()),
+    ):
         run = private(HOLES["float"][0](), table(8), bounds=BOUNDS["default"])
         x, y = next(iter(run.loader))
         try:

@@ -40,8 +40,8 @@ class Sink:
         """Only the parameter itself may be multiplied with inputs here, not a multiple of it."""
         if id(weight) not in self.weights and weight.data_ptr() not in self.weights.values():
             raise ContractError(
-                "a private layer runs with another tensor in place of its parameter (functional_call, a parametrisation "
-                "or an assignment): the limited gradient belongs to the parameter. Call the model itself."
+                "a private layer runs with another tensor in place of its parameter (functional_call, a "
+                "parametrisation or an assignment): the limited gradient belongs to the parameter. Call the model itself."
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weightclip.factors._collect import collect
-from weightclip.factors._kernel import fits, fits_scale, fused_norms, fused_scale, laid_out, record_sums, weight_gradient
+from weightclip.factors._kernel import (
+    fits,
+    fits_scale,
+    fused_norms,
+    fused_scale,
+    laid_out,
+    record_sums,
+    weight_gradient,
+)
 from weightclip.factors._limits import (
     BOUND,
     CAP,

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._kernel import dense_gradient, fits, fits_scale, fused_norms, fused_scale, laid_out, record_sums
 from weightclip.factors._collect import collect
+from weightclip.factors._kernel import dense_gradient, fits, fits_scale, fused_norms, fused_scale, laid_out, record_sums
 from weightclip.factors._limits import (
     BOUND,
     CAP,
@@ -122,7 +122,12 @@ def _flat(value: Tensor) -> Tensor:
 
 
 def dense_sums(
-    x: Tensor, d: Tensor, scale: Tensor | None, like: Tensor, product: tuple[torch.dtype, int], wanted: tuple[bool, bool]
+    x: Tensor,
+    d: Tensor,
+    scale: Tensor | None,
+    like: Tensor,
+    product: tuple[torch.dtype, int],
+    wanted: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of weight and bias summed over records, each only if wanted; laid out as the weight ``like``."""
     by_kernel, (dtype, chunk) = fits(x, d), product

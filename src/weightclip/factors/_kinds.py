@@ -144,4 +144,3 @@ def certified(layer: Any, x: Tensor, d: Tensor, both: Factors, measure: Measure 
     single = isinstance(layer, nn.Linear) and math.prod(x.shape[1:-1]) == 1
     other = wide(d).flatten(1).abs().amax(1) if single else one
     return torch.minimum(product, other * flat.amax(1).clamp(min=beta))
-
