@@ -41,7 +41,7 @@ class Sink:
         if id(weight) not in self.weights and weight.data_ptr() not in self.weights.values():
             raise ContractError(
                 "a private layer runs with another tensor in place of its parameter (functional_call, a "
-                "parametrisation or an assignment): the limited gradient belongs to the parameter. Call the model itself."
+                "parametrisation, an assignment): the limited gradient belongs to the parameter. Call the model itself."
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
