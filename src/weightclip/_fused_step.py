@@ -53,8 +53,8 @@ class FusedStep:
     is empty after such a step. Everywhere else, and while a size is new, this is the ordinary loop.
 
     What a graph asks for: the model's forward does the same operations at every call (no branches on values, no work of
-    Python's that matters). Draws in several pieces, adaptive limits, K-norm noise and batches that are not one input
-    and one target tensor take the ordinary way.
+    Python's that matters). Draws in several pieces, adaptive limits, K-norm noise, models that draw random numbers
+    (dropout) and batches that are not one input and one target tensor take the ordinary way.
 
     Formal guarantees:
         A replay runs the recorded kernels of the ordinary step (projection, certified loss gradient, bounded factors,
@@ -67,7 +67,8 @@ class FusedStep:
     def __init__(self, engine: PrivacyEngine) -> None:
         self.engine = engine
         plain = engine._quantiles is None and engine._entrywise is None and engine.bounds.refresh == 1
-        self.on = engine.device.type == "cuda" and plain
+        # a graph would draw a model's masks from a generator whose seed the user knows
+        self.on = engine.device.type == "cuda" and plain and not engine._randomness.draws
         self._runs: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, _Recorded] = {}
         self._buffers: dict[Hashable, _Inputs] = {}

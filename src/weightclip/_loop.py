@@ -15,6 +15,7 @@ from weightclip._criterion import PrivateCriterion
 from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import OutputGate, Passage
 from weightclip._knorm import Entrywise
+from weightclip._randomness import ForwardRandomness
 from weightclip._record import Recorder
 from weightclip._release import Release
 from weightclip._streams import Streams
@@ -59,6 +60,7 @@ class TrainingLoop:
     _clip: WeightClipper
     _release: Release
     _gate: OutputGate
+    _randomness: ForwardRandomness
     _watch: Watch
     _joint: JointCap
     _trained: set[int]
@@ -102,6 +104,7 @@ class TrainingLoop:
             self._drop_sum()
         self._info = info
         self._gate.clear()
+        self._randomness.next_batch()
         # an autocast context around several steps would go on with its casts of weights from before the last one
         torch.clear_autocast_cache()
 
@@ -280,7 +283,9 @@ class TrainingLoop:
         outer, self._joint.uses = self._joint.uses, []
         self._collecting = True
         try:
-            with no_autocast(self.device.type):
+            # activations that are computed again may draw again
+            drawing = self._randomness.scope() if self._randomness.draws else contextlib.nullcontext()
+            with no_autocast(self.device.type), drawing:
                 yield
         finally:
             self._collecting = False

@@ -14,13 +14,15 @@ from torch.utils.data import DataLoader
 from weightclip import _checkpoint, _report
 from weightclip._adaptive import Adaptive, Quantiles
 from weightclip._criterion import PrivateCriterion
+from weightclip._draws import TAIL
 from weightclip._fused_step import FusedStep
 from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import InputProjection, OutputGate, ShapeGuard
 from weightclip._knorm import Entrywise, KNorm, calibrate_epsilon0
 from weightclip._loop import TrainingLoop
+from weightclip._randomness import FORWARD, ForwardRandomness, model_draws
 from weightclip._record import Recorder
-from weightclip._release import Release, largest_batch, sum_slack
+from weightclip._release import Release, sum_slack
 from weightclip._streams import Streams
 from weightclip._validate import (
     check_accounting,
@@ -41,8 +43,6 @@ from weightclip.factors import JointCap, Product, make_layer_plain, make_layer_p
 from weightclip.losses import recognise
 from weightclip.mechanisms import Allocation, Equal
 from weightclip.sampling import PoissonLoader
-
-_TAIL = 1e-25  # chance that one draw exceeds b_max, charged to delta
 
 
 class PrivacyEngine(TrainingLoop):
@@ -88,6 +88,7 @@ class PrivacyEngine(TrainingLoop):
         release_grid: float | None = None,
         mechanism: KNorm | None = None,
         example: Any = None,
+        strict: bool = False,
     ) -> tuple[nn.Module, torch.optim.Optimizer, PoissonLoader, PrivateCriterion]:
         """Make training private with a given noise multiplier.
 
@@ -100,7 +101,8 @@ class PrivacyEngine(TrainingLoop):
             bounds: What is enforced; by default each input is projected on the unit ball and weights are left alone.
             sample_rate: q; by default batch_size/len(dataset), thereby declared public.
             expected_batch_size: b, the public divisor; by default the loader's batch size, never len(dataset).
-            max_physical_batch_size: Larger draws are split; only the last piece's ``step()`` releases.
+            max_physical_batch_size: Draws are split into a public number of pieces of at most this many records, empty
+                ones included; only the last piece's ``step()`` releases.
             generator: Root seed for experiments; by default randomness comes from the operating system.
             allocation: How noise is spread over layers; equal by default.
             adjacency: Which data sets are neighbours.
@@ -110,6 +112,8 @@ class PrivacyEngine(TrainingLoop):
             mechanism: ``KNorm(p)`` for the K-norm mechanism, epsilon0-DP per step with epsilon0 = 1/noise_multiplier;
                 by default the Gaussian.
             example: A batch of inputs, if the model's input is not the first element of a batch; only shapes are read.
+            strict: Every physical batch has one public shape and records take secret random rows of it, so that
+                kernels whose rounding depends on the shape or on a record's place are covered too; padding costs time.
 
         Returns:
             (module, optimizer, loader, criterion).
@@ -126,12 +130,13 @@ class PrivacyEngine(TrainingLoop):
         refuse_early_hooks(module)
         self.bounds = bounds or Bounds(input_radius=1.0)
         self.streams = Streams.secure() if generator is None else Streams.seeded(generator)
+        batch = getattr(data_loader, "batch_size", None) if expected_batch_size is None else expected_batch_size
+        self.noise_multiplier, self.expected_batch_size = check_numbers(noise_multiplier, 1 if batch is None else batch)
         self.loader = PoissonLoader(
             data_loader, sample_rate=sample_rate, streams=self.streams, steps_left=self._steps_left,
-            max_physical_batch_size=max_physical_batch_size, on_batch=self._on_batch,
+            expected_batch_size=self.expected_batch_size, max_physical_batch_size=max_physical_batch_size,
+            strict=strict, number=lambda: self.steps, on_batch=self._on_batch,
         )  # fmt: skip
-        batch = data_loader.batch_size if expected_batch_size is None else expected_batch_size
-        self.noise_multiplier, self.expected_batch_size = check_numbers(noise_multiplier, batch)
         self.adjacency = check_accounting(self.accountant, adjacency, self.loader.sample_rate)
         self.views = check_views(augmentation_multiplicity)
         if self.bounds.adaptive is not None and (mechanism is not None or self.bounds.joint_cap is not None):
@@ -146,11 +151,12 @@ class PrivacyEngine(TrainingLoop):
         output_shape = self.plan.graph.nodes[self.plan.graph.output].op.out_shape
         check_labels(data_loader.dataset, output_shape, loss)
         check_records(module, self._example)
+        self._model_draws = model_draws(module, self._example)
         self._recorder, self._constants = Recorder(self.device), {}
         self._gains = Gains(self.plan, self.bounds, self._recorder)
         self._clip = WeightClipper(module, self.bounds, list(self.plan.layers), self._gains)
-        self.b_max = largest_batch(self.expected_batch_size, self.loader.sample_rate, len(data_loader.dataset))  # type: ignore[arg-type]
         self.products = {path: self._product(module, path) for path in self.plan.layers}
+        self.b_max = self.loader.b_max
         slack = sum_slack(self.plan, self.products, self.b_max, max_physical_batch_size, self.views)
         self._entrywise = None if mechanism is None else Entrywise(loss, mechanism.p)
         self._autocast = None
@@ -193,7 +199,7 @@ class PrivacyEngine(TrainingLoop):
         n = len(data_loader.dataset)  # type: ignore[arg-type]
         if 0 < target_delta < 1 and target_delta >= 1 / n:
             warnings.warn(f"target_delta = {target_delta:g} is not below 1/{n}: choose it far smaller.", stacklevel=2)
-        left = target_delta - steps * _TAIL if 0 < target_delta < 1 else target_delta
+        left = target_delta - steps * TAIL if 0 < target_delta < 1 else target_delta
         spend = (target_epsilon, left, q, steps, self.accountant, adjacency)
         sigma = 1 / calibrate_epsilon0(*spend) if settings.get("mechanism") else calibrate_sigma(*spend)
         self.budget = steps
@@ -222,15 +228,19 @@ class PrivacyEngine(TrainingLoop):
         if self.bounds.adaptive is not None:
             self._adapt(self.bounds.adaptive)
         self._gate = OutputGate(self, self.device)
+        self._randomness = ForwardRandomness(self.device, self._forward_key, self._model_draws)
         projections = {"": math.inf, **self.bounds.projections()}
         detach = self.bounds.p != 2  # an l2 projection expands other norms unless its scale is a constant
         self._handles = [
             self.model.get_submodule(path).register_forward_pre_hook(InputProjection(radius, detach), with_kwargs=True)
             for path, radius in projections.items()
         ]
+        before, after = self._randomness.hooks()
+        self._handles.append(self.model.register_forward_pre_hook(before, prepend=True))
         guard = ShapeGuard(self.plan.graph.input_shapes)
         self._handles.append(self.model.register_forward_pre_hook(guard, with_kwargs=True))
         self._handles.append(self.model.register_forward_hook(self._gate))
+        self._handles.append(self.model.register_forward_hook(after, always_call=True))
         self._trained = set(places)
         for block in blocks:
             block.parameter.grad = None
@@ -239,6 +249,10 @@ class PrivacyEngine(TrainingLoop):
         self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
         self._amp_before = self.optimizer.__dict__.get("_step_supports_amp_scaling")
         self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a GradScaler reaches us
+
+    def _forward_key(self, call: int) -> bytes:
+        """The secret key of what the model draws in its ``call``-th pass over the present piece."""
+        return self.streams.key(FORWARD, self.steps, -1 if self._info is None else self._info.piece, call)
 
     def _adapt(self, settings: Adaptive) -> None:
         """Limits follow private quantiles; their queries take a part of the step's noise budget."""
@@ -284,7 +298,7 @@ class PrivacyEngine(TrainingLoop):
         """epsilon of everything released so far, at ``delta``."""
         if self.model is None:
             raise ContractError("this engine has no model yet: call make_private first.")
-        charged = delta - self.steps * _TAIL  # the chance that a draw exceeded b_max (rounding slack)
+        charged = delta - self.steps * TAIL  # the chance that a draw exceeded b_max (rounding slack)
         return epsilon(self.mechanisms(), charged, accountant=self.accountant, adjacency=self.adjacency)
 
     def certificate(self) -> Certificate:
