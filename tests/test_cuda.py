@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.engine_kit import pin
 from torch import Tensor, nn
 
 import weightclip as wc
@@ -37,8 +38,9 @@ def train(bounds: wc.Bounds, steps: int, half: bool = False) -> tuple[Tensor, li
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=33)
     engine.make_private(
         module=model, optimizer=optimizer, data_loader=loader, criterion=nn.CrossEntropyLoss(), noise_multiplier=1.0,
-        bounds=bounds, sample_rate=0.01, expected_batch_size=33, generator=torch.Generator().manual_seed(3),
+        bounds=bounds, sample_rate=0.01, expected_batch_size=33,
     )  # fmt: skip
+    pin(engine, 3)
     found = []
     for step in range(steps):
         engine._on_batch(BatchInfo(step + 1, 0, True, None, 33))
@@ -91,12 +93,13 @@ def fused(
     x[5] = float("nan")
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, capturable=capturable)
     engine = wc.PrivacyEngine()
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
     _, _, loader, _ = engine.make_private(
         module=model, optimizer=optimizer, criterion=nn.CrossEntropyLoss(), noise_multiplier=0.5, bounds=bounds,
         data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=40),
-        generator=generator, augmentation_multiplicity=views,
+        augmentation_multiplicity=views,
     )  # fmt: skip
+    if seed is not None:
+        pin(engine, seed)
     step = engine.fused_step()
     if not graphs:
         step._record = lambda *_: False  # type: ignore[method-assign]

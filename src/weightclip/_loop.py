@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from weightclip._adaptive import Quantiles
 from weightclip._criterion import PrivateCriterion
+from weightclip._digest import tensors_digest
 from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import OutputGate, Passage
 from weightclip._knorm import Entrywise
@@ -318,9 +319,17 @@ class TrainingLoop:
             return
         # charge first: an interruption after this line may waste budget but never hides a release
         step = self._charge()
-        self._release.release(self._sensitivities, self.streams, step, self._factors)
+        streams = self.streams.for_release(step, self._content)
+        self._release.release(self._sensitivities, streams, step, self._factors)
         if self._quantiles is not None:
-            self._quantiles.release(self.streams, step)
+            self._quantiles.release(streams, step)
+
+    def _content(self) -> bytes:
+        """What the noise of a seeded run is keyed by: weights, limits, and the sums that it is added to."""
+        assert self.model is not None
+        counts = [] if self._quantiles is None else self._quantiles.tensors()
+        content = (*self._release.parameters, *self.model.buffers(), *self._release.sums, *counts)
+        return tensors_digest(content, self.streams.key("weightclip/digest"))
 
     def _charge(self) -> int:
         """Count one release of the present draw, which is spent by it: a second one would not be a fresh sample."""

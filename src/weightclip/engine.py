@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from weightclip import _checkpoint, _report
 from weightclip._adaptive import Adaptive, Quantiles
 from weightclip._criterion import PrivateCriterion
+from weightclip._digest import settings_digest
 from weightclip._draws import TAIL
 from weightclip._fused_step import FusedStep
 from weightclip._gains import Gains, WeightClipper, numerics_for
@@ -103,7 +104,8 @@ class PrivacyEngine(TrainingLoop):
             expected_batch_size: b, the public divisor; by default the loader's batch size, never len(dataset).
             max_physical_batch_size: Draws are split into a public number of pieces of at most this many records, empty
                 ones included; only the last piece's ``step()`` releases.
-            generator: Root seed for experiments; by default randomness comes from the operating system.
+            generator: Root seed for experiments; by default randomness comes from the operating system. Draws, masks
+                and noise then follow from (seed, settings, weights, sums); several runs of one seed do not compose.
             allocation: How noise is spread over layers; equal by default.
             adjacency: Which data sets are neighbours.
             augmentation_multiplicity: M views of each record: the model gets rows*M inputs, views of a record adjacent,
@@ -176,6 +178,8 @@ class PrivacyEngine(TrainingLoop):
         self._reset_batch()
         self._info = None
         self._resumed = 0
+        if not self.streams.is_secure:
+            self.streams = self.loader.streams = self.streams.settled(settings_digest(self))
         return module, optimizer, self.loader, self.criterion
 
     def make_private_with_epsilon(
