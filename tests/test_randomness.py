@@ -48,7 +48,8 @@ def seeded_by_the_user(number: int) -> None:
 
 
 def releases(run: Run, number: int) -> dict[str, Tensor]:
-    """The first release of a loop that seeds everything before every iteration."""
+    """The first release of a loop that seeds everything before every iteration and before every batch."""
+    seeded_by_the_user(number)
     for x, y in run.loader:
         seeded_by_the_user(number)
         run.criterion(run.model(x), y).backward()
