@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from weightclip._streams import _philox
 from weightclip.errors import ContractError
 from weightclip.factors import is_plain
 
@@ -35,9 +36,9 @@ class Generators:
     """torch's (CPU, and one CUDA device), NumPy's and Python's global generators, to be taken and given back.
 
     Formal guarantees:
-        :meth:`seed` sets the whole state of every generator from a key of 256 bits (CUDA: 128 bits, seed and offset):
-        what they yield is a function of the key alone. :meth:`restore` gives back the states of :meth:`save`, bit for
-        bit.
+        :meth:`seed` sets the whole state of every generator from a key of 256 bits by Philox (CUDA: 128 bits, seed and
+        offset): what they yield is a function of the key alone. :meth:`restore` gives back the states of :meth:`save`,
+        bit for bit.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -69,15 +70,17 @@ class Generators:
 
     def seed(self, key: bytes) -> None:
         """Set every generator from ``key``; only after :meth:`save`."""
-        expand = hashlib.shake_128(key).digest(4 * _WORDS + 80)
-        self._words[:] = np.frombuffer(expand, "<u4", _WORDS)
+        key = key if len(key) == 32 else hashlib.blake2b(key, digest_size=32).digest()
+        _philox.reset(key, 0)
+        words = _philox.bits.random_raw(_WORDS + 8).view(np.uint32)
+        self._words[:] = words[:_WORDS]
         torch.default_generator.set_state(self._template)  # copies; its words are twisted before the first draw
-        rest = expand[4 * _WORDS :]
-        random.seed(rest[:32])
         _numpy.set_bit_generator(self._numpy[-1].bits)  # drops half of a pair of normals
-        self._numpy[-1].seed(hashlib.shake_128(rest[32:64]).digest(4 * _WORDS))
+        self._numpy[-1].seed(words[_WORDS : 2 * _WORDS].tobytes())
+        rest = words[2 * _WORDS :].tobytes()
+        random.seed(rest[:48])
         if self._reaches_cuda():
-            state = bytearray(rest[64:80])
+            state = bytearray(rest[48:64])
             state[8] &= 0xFC  # offsets count in fours
             state[15] &= 0x0F
             torch.cuda.set_rng_state(torch.frombuffer(state, dtype=torch.uint8), self.cuda)  # type: ignore[arg-type]
