@@ -14,8 +14,25 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
+from weightclip._streams import Streams
 
 Data = tuple[Tensor, Tensor]
+
+
+class Pinned(Streams):
+    """For tests alone: draws by (seed, charge) and noise by (seed, charge), whatever the settings and the sums are."""
+
+    @property
+    def needs_content(self) -> bool:
+        return False
+
+    def for_release(self, charge: int, content: Any) -> Streams:
+        return self
+
+
+def pin(engine: wc.PrivacyEngine, seed: int = 0) -> None:
+    """Give a run draws and noise that other runs share."""
+    engine.streams = engine.loader.streams = Pinned.seeded(seed)
 
 
 def mlp(width: int = 8, classes: int = 3, seed: int = 0) -> nn.Sequential:
@@ -116,6 +133,7 @@ def private(
     batch: int | None = None,
     seed: int | None = 0,
     accountant: str = "pld",
+    pinned: int | None = None,
     **settings: Any,
 ) -> Run:
     """make_private, or make_private_with_epsilon for sigma=None; SGD of rate 1, full batches by default."""
@@ -130,6 +148,8 @@ def private(
         parts = engine.make_private_with_epsilon(**common, **settings)
     else:
         parts = engine.make_private(**common, noise_multiplier=sigma, **settings)
+    if pinned is not None:
+        pin(engine, pinned)
     return Run(engine, *parts, data)
 
 

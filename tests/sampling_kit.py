@@ -68,9 +68,9 @@ def draws(loader: PoissonLoader, infos: list[BatchInfo]) -> list[list[int]]:
         info = infos[-1]
         got = numbers(batch)
         assert len(got) == info.rows
-        real = info.rows if info.mask is None else int(info.mask.sum())
+        real = [True] * info.rows if info.mask is None else info.mask.tolist()
         if info.piece == 0:
             out.append([])
-        out[-1] += got[:real]
-        assert all(v == -1 for v in got[real:])
+        out[-1] += [v for v, here in zip(got, real, strict=True) if here]
+        assert all(v == -1 for v, here in zip(got, real, strict=True) if not here)
     return out

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.engine_kit import pin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,6 +37,7 @@ def run(x: Tensor, y: Tensor, m: int, bounds: wc.Bounds, *, sigma: float = 0.0, 
         data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)), criterion=nn.CrossEntropyLoss(),
         expected_batch_size=b, augmentation_multiplicity=m, generator=torch.Generator().manual_seed(3), **settings,
     )  # fmt: skip
+    pin(engine, 3)  # noise that other runs share
     values = []
     for a, target in list(loader)[:steps] if steps == 1 else loader:
         optimizer.zero_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import weightclip.factors._joint as joint
+from tests.engine_kit import pin
 from torch import Tensor, nn
 
 import weightclip as wc
@@ -37,8 +37,9 @@ def train(bounds: wc.Bounds, steps: int, half: bool = False) -> tuple[Tensor, li
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=33)
     engine.make_private(
         module=model, optimizer=optimizer, data_loader=loader, criterion=nn.CrossEntropyLoss(), noise_multiplier=1.0,
-        bounds=bounds, sample_rate=0.01, expected_batch_size=33, generator=torch.Generator().manual_seed(3),
+        bounds=bounds, sample_rate=0.01, expected_batch_size=33,
     )  # fmt: skip
+    pin(engine, 3)
     found = []
     for step in range(steps):
         engine._on_batch(BatchInfo(step + 1, 0, True, None, 33))
@@ -55,7 +56,7 @@ def train(bounds: wc.Bounds, steps: int, half: bool = False) -> tuple[Tensor, li
 def test_recorded_steps_and_kernels_change_nothing(name, monkeypatch):
     weights, sensitivities = train(BOUNDS[name], 7)
     monkeypatch.setattr(Recorder, "__call__", lambda self, key, work: work())
-    for module in (conv, dense, joint):
+    for module in (conv, dense):
         monkeypatch.setattr(module, "fits", lambda *_: False)
         monkeypatch.setattr(module, "fits_scale", lambda *_: False)
     plain_weights, plain = train(BOUNDS[name], 7)
@@ -91,12 +92,13 @@ def fused(
     x[5] = float("nan")
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, capturable=capturable)
     engine = wc.PrivacyEngine()
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
     _, _, loader, _ = engine.make_private(
         module=model, optimizer=optimizer, criterion=nn.CrossEntropyLoss(), noise_multiplier=0.5, bounds=bounds,
         data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=40),
-        generator=generator, augmentation_multiplicity=views,
+        augmentation_multiplicity=views,
     )  # fmt: skip
+    if seed is not None:
+        pin(engine, seed)
     step = engine.fused_step()
     if not graphs:
         step._record = lambda *_: False  # type: ignore[method-assign]
@@ -220,7 +222,7 @@ def test_recorded_steps_under_autocast():
 @pytest.mark.parametrize("name", ["weights", "factors"])
 def test_half_precision_kernels_agree_with_the_operators(name, monkeypatch):
     weights, _ = train(BOUNDS[name], 3, half=True)
-    for module in (conv, dense, joint):
+    for module in (conv, dense):
         monkeypatch.setattr(module, "fits", lambda *_: False)
         monkeypatch.setattr(module, "fits_scale", lambda *_: False)
     plain, _ = train(BOUNDS[name], 3, half=True)

@@ -120,8 +120,10 @@ def test_the_plain_certificate_is_the_private_one_without_the_slack_of_the_sum()
 
 
 def test_sensitivities_are_of_the_sum_and_do_not_know_the_batch_size() -> None:
-    rows = [private(mlp(), table(8), batch=b, sample_rate=1.0).layers() for b in (1, 64)]
-    assert rows[0] == rows[1]
+    """But for the slack of rounding, which follows the largest draw that b, a public constant, allows for."""
+    few, many = (private(mlp(), table(8), batch=b, sample_rate=1.0).layers() for b in (1, 64))
+    for name, row in few.items():
+        assert row["sensitivity"] <= many[name]["sensitivity"] <= 1.001 * row["sensitivity"]
 
 
 def test_the_report_is_json_and_says_what_it_does_not_cover() -> None:

@@ -94,17 +94,16 @@ def test_the_joint_cap_is_one_mechanism_over_all_layers() -> None:
         assert 1e-4 < stats.chi2.cdf(statistic, d) < 1 - 1e-4
 
 
-def test_noise_depends_on_seed_and_step_and_nothing_else() -> None:
+def test_seeded_noise_never_meets_two_different_sums() -> None:
     _, a = noise_of(seed=1)
     _, same = noise_of(seed=1)
     _, other = noise_of(seed=2)
     assert same_bits(a, same)
     assert all(not torch.equal(a[k], other[k]) for k in a)
-    # neither the records nor their number enter
-    _, fewer = noise_of(seed=1, data=table(5, seed=9), batch=16, sample_rate=1.0)
+    _, fewer = noise_of(seed=1, data=table(15), batch=16, sample_rate=1.0)
     _, more = noise_of(seed=1, data=table(16), batch=16, sample_rate=1.0)
-    for k in fewer:
-        torch.testing.assert_close(fewer[k], more[k], atol=1e-4, rtol=1e-5)
+    for k in ("0.weight", "2.weight"):
+        assert abs(float(torch.corrcoef(torch.stack([fewer[k].flatten(), more[k].flatten()]))[0, 1])) < 0.2
 
 
 def test_steps_have_independent_noise() -> None:
@@ -132,14 +131,12 @@ def test_secure_noise_differs_between_runs_and_says_so() -> None:
     assert private(mlp(), table(4)).engine.report()["secure_noise"] is False
 
 
-def test_sampling_and_noise_do_not_share_a_stream() -> None:
-    data = table(64)
-    draws = {}
-    for sigma in (0.0, 1.0, 5.0):
-        run = private(mlp(), data, sigma=sigma, batch=8)
-        draws[sigma] = [x.clone() for x, _ in run.loader]
-    for other in (1.0, 5.0):
-        assert all(torch.equal(a, b) for a, b in zip(draws[0.0], draws[other], strict=True))
+def test_draws_belong_to_settings_and_not_to_the_data() -> None:
+    draws = [
+        [x.clone() for x, _ in private(mlp(), table(64), sigma=s, batch=8).train().loader] for s in (1.0, 1.0, 5.0)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*draws[:2], strict=True))
+    assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(*draws[1:], strict=True))
     few, many = (private(mlp(), table(n), sigma=1.0, batch=8, sample_rate=0.25) for n in (32, 33))
     for (x, _), (z, _) in zip(few.loader, many.loader, strict=True):
         assert abs(len(x) - len(z)) <= 1  # the new record comes or stays away; the others are drawn as before

@@ -16,10 +16,10 @@ BOUNDS = [wc.Bounds(input_radius=1.0), wc.Bounds(layer_cap=0.2), wc.Bounds(joint
 @pytest.mark.parametrize(("make", "draw"), [(mlp, table), (cnn, pictures)], ids=["mlp", "cnn"])
 def test_pieces_release_once_and_the_same(make, draw, bounds: wc.Bounds) -> None:
     data = draw(16)
-    whole = private(make(), data, sigma=0.5, bounds=bounds)
+    whole = private(make(), data, sigma=0.5, bounds=bounds, pinned=0)
     whole.train(2)
     for pieces in (1, 2, 8):
-        run = private(make(), data, sigma=0.5, bounds=bounds, max_physical_batch_size=16 // pieces)
+        run = private(make(), data, sigma=0.5, bounds=bounds, max_physical_batch_size=16 // pieces, pinned=0)
         seen = 0
         for _ in range(2):
             for x, y in run.loader:
@@ -41,7 +41,7 @@ def test_adam_takes_one_step_for_one_draw() -> None:
     data = table(16)
     runs = []
     for physical in (None, 2):
-        run = private(mlp(), data, sigma=0.5, max_physical_batch_size=physical,
+        run = private(mlp(), data, sigma=0.5, max_physical_batch_size=physical, pinned=0,
                       optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1))  # fmt: skip
         run.train(3)
         runs.append(run)

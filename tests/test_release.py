@@ -1,41 +1,14 @@
-"""The flat sum, its largest batch and its rounding slack."""
+"""The flat sum and its rounding slack."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from scipy import stats
 from tests.engine_kit import mlp, private, table
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weightclip as wc
-from weightclip._release import largest_batch
-
-
-@pytest.mark.parametrize("q", [1e-4, 0.01, 0.5])
-@pytest.mark.parametrize("n", [10, 3000, 10**6])
-@pytest.mark.parametrize("b", [1.0, 64.0, 5000.0])
-def test_a_draw_exceeds_the_largest_batch_with_negligible_probability(n: int, q: float, b: float) -> None:
-    limit = largest_batch(b, q, n)
-    assert stats.binom.logsf(limit, n, q) < math.log(1e-25)
-
-
-def test_with_every_record_drawn_the_largest_batch_is_no_smaller_than_the_data() -> None:
-    for n in (1, 1000, 1024, 1025, 4096, 5000, 10**6):
-        for b in (1.0, n / 2, float(n)):
-            assert largest_batch(b, 1.0, n) >= n
-
-
-def test_the_largest_batch_is_public_where_the_declared_size_is_believable() -> None:
-    """One record more changes nothing: q n enters only in powers of four, and only far above the declared size."""
-    for b in (1.0, 32.0, 1000.0, 10**5):
-        believed = {largest_batch(b, 1.0, n) for n in range(1, int(max(1024, 1.5 * b)), max(1, int(b / 50)))}
-        assert believed == {largest_batch(b, 1.0, 1)}
-    many = {largest_batch(1.0, 1.0, n) for n in range(1, 70_000)}
-    assert len(many) == 5  # 1024, 4096, 16384, 65536 and the next
 
 
 def test_slack_grows_with_uses_and_float32_products_but_not_with_pieces() -> None:

@@ -46,8 +46,16 @@ def test_a_budgeted_run_reports_its_own_delta() -> None:
 
 def test_every_gap_is_listed() -> None:
     text = " ".join(NOT_COVERED)
-    for gap in ("loss", "initial weights", "search", "errors", "noise", "loop", "rounding"):
+    for gap in ("loss", "initial weights", "search", "errors", "noise", "loop"):
         assert gap in text, gap
+
+
+def test_place_and_seeds_are_gaps_unless_they_are_closed() -> None:
+    for strict, seed in ((False, 0), (True, None)):
+        report = private(mlp(), table(8), strict=strict, seed=seed).engine.report()
+        gaps = " ".join(report["not_covered"])
+        assert ("place: rounding" in gaps) is (not strict) and ("do not compose" in gaps) is (seed is not None)
+        assert report["strict"] is strict and report["secure"] is (seed is None)
 
 
 def test_the_certificate_as_released_is_never_smaller() -> None:

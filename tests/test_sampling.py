@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from tests.sampling_kit import Numbers, Spy, draws, poisson, tensors
 
+from weightclip._draws import largest_batch
+from weightclip._pieces import Cutter
 from weightclip.sampling import poisson_indices
 
 # The law of the draws -------------------------------------------------------------------------------------------------
@@ -112,8 +114,10 @@ def test_draw_depends_on_seed_and_number_alone() -> None:
     assert [i.draw for i in infos] == list(range(5, 10))
 
 
-@pytest.mark.parametrize("extra", [{}, {"max_physical_batch_size": 3}, {"pad_to": 3}])
-def test_workers_change_nothing(extra: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "extra", [{}, {"max_physical_batch_size": 3}, {"strict": True}, {"max_physical_batch_size": 3, "strict": True}]
+)
+def test_workers_change_nothing(extra: dict[str, Any]) -> None:
     expected = draws(*poisson(tensors(40), **extra))
     assert draws(*poisson(Numbers(40), **extra)) == expected
     loader, infos = poisson(Numbers(40), loader={"num_workers": 2, "persistent_workers": True}, **extra)
@@ -135,15 +139,26 @@ def test_leaving_a_pass_with_workers_loses_no_draw() -> None:
 
 @pytest.mark.parametrize("dataset", [tensors(60), Numbers(60)], ids=["fast", "loader"])
 @pytest.mark.parametrize("size", [1, 4, 1000])
-def test_pieces_cover_the_draw_in_order(dataset: Any, size: int) -> None:
+def test_pieces_cover_the_draw_in_order_and_their_number_is_public(dataset: Any, size: int) -> None:
     loader, infos = poisson(dataset, max_physical_batch_size=size)
+    count = -(-largest_batch(4, 0.2, 60) // size)
+    assert loader.pieces == count
     for t, got in enumerate(draws(loader, infos)):
         assert got == loader.indices(t).tolist()
         pieces = [i for i in infos if i.draw == t]
-        assert [p.piece for p in pieces] == list(range(len(pieces)))
-        assert [p.last for p in pieces] == [False] * (len(pieces) - 1) + [True]
-        assert all(p.rows == size for p in pieces[:-1]) and 1 <= pieces[-1].rows <= size
-        assert all(p.mask is None for p in pieces) or not got
+        assert [p.piece for p in pieces] == list(range(count))
+        assert [p.last for p in pieces] == [False] * (count - 1) + [True]
+        rows = [min(size, max(0, len(got) - size * k)) for k in range(count)]
+        assert [p.rows for p in pieces] == [max(1, r) for r in rows]
+        assert [None if p.mask is None else p.mask.tolist() for p in pieces] == [None if r else [False] for r in rows]
+
+
+def test_a_draw_that_does_not_fit_gets_more_pieces() -> None:
+    """The chance is 1e-25: a cutter that was told too small a number shows it."""
+    for shuffled in (False, True):
+        pieces = list(Cutter(4, 2, shuffled).cut(0, np.arange(11), 11, np.random.default_rng(0)))
+        assert len(pieces) == 3 and pieces[-1].last
+        assert sorted(np.concatenate([p.indices for p in pieces]).tolist()) == list(range(11))
 
 
 @pytest.mark.parametrize("dataset", [tensors(7), Numbers(7)], ids=["fast", "loader"])

@@ -132,6 +132,10 @@ class Quantiles:
             limit.copy_((limit * move).clamp(_LOWEST, _HIGHEST))
         self.clear()
 
+    def tensors(self) -> list[Tensor]:
+        """The counts of the present draw and the limits in force."""
+        return [t for module in self.modules.values() for t in (module._wc_counter.sums, module._wc_limits)]
+
     def limit(self, field: str, path: str) -> float | Tensor | None:
         """The limit in force, as a number on the CPU and as a tensor elsewhere (nothing waits); None: not adapted."""
         index = FIELDS.index(field)

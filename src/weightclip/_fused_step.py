@@ -53,8 +53,9 @@ class FusedStep:
     is empty after such a step. Everywhere else, and while a size is new, this is the ordinary loop.
 
     What a graph asks for: the model's forward does the same operations at every call (no branches on values, no work of
-    Python's that matters). Draws in several pieces, adaptive limits, K-norm noise and batches that are not one input
-    and one target tensor take the ordinary way.
+    Python's that matters). Draws in several pieces, adaptive limits, K-norm noise, models that draw random numbers
+    (dropout), seeded noise (``generator=``) and batches that are not one input and one target tensor take the ordinary
+    way.
 
     Formal guarantees:
         A replay runs the recorded kernels of the ordinary step (projection, certified loss gradient, bounded factors,
@@ -67,7 +68,10 @@ class FusedStep:
     def __init__(self, engine: PrivacyEngine) -> None:
         self.engine = engine
         plain = engine._quantiles is None and engine._entrywise is None and engine.bounds.refresh == 1
-        self.on = engine.device.type == "cuda" and plain
+        # a graph would draw a model's masks from a generator whose seed the user knows, and a seeded run's noise is
+        # keyed by the sum, which is not there before the launch
+        drawn_before = engine.noise_multiplier == 0 or not engine.streams.needs_content
+        self.on = engine.device.type == "cuda" and plain and drawn_before and not engine._randomness.draws
         self._runs: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, _Recorded] = {}
         self._buffers: dict[Hashable, _Inputs] = {}
@@ -300,7 +304,7 @@ class _Inputs:
 
 
 class _Noise:
-    """Stands for the run's streams inside a graph: the same numbers, by generators that are seeded before a launch."""
+    """Stands for a release's streams inside a graph, by generators that are seeded before each launch."""
 
     def __init__(self, streams: Streams, device: torch.device) -> None:
         self.streams = streams
@@ -312,7 +316,8 @@ class _Noise:
 
     def set(self, step: int) -> None:
         """The next launch draws the noise of ``step``."""
-        for generator, seed in zip(self.generators, self.streams.seeds(NOISE, step), strict=False):
+        streams = self.streams.for_release(step, bytes)  # a seeded run is here only without noise
+        for generator, seed in zip(self.generators, streams.seeds(NOISE, step), strict=False):
             generator.manual_seed(seed)
 
 

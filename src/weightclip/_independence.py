@@ -29,15 +29,18 @@ class Probe:
     Args:
         model: The model, as it is trained; called under gradients.
         collector: Where its layers send their factors.
-        cut: Inside this context the model's output has its graph behind it.
+        cut: Inside this context the model's output has its graph behind it, and its random numbers are those of the
+            given number.
     """
 
-    def __init__(self, model: nn.Module, collector: Any, cut: Callable[[], contextlib.AbstractContextManager]) -> None:
+    def __init__(
+        self, model: nn.Module, collector: Any, cut: Callable[[int], contextlib.AbstractContextManager]
+    ) -> None:
         self.model, self.collector, self.cut = model, collector, cut
         self.uses: dict[int, int] = {}  # how often each entry was used in the last pass
 
-    def __call__(self, inputs: Sequence[Any], cotangent: Tensor | None = None) -> Facts:
-        """Output and factors for one batch; the same generator states for every call."""
+    def __call__(self, inputs: Sequence[Any], masks: int = 0) -> Facts:
+        """Output and factors for one batch; the same random numbers for every call with the same ``masks``."""
         facts: Facts = []
         rows = next(t.shape[0] for t in inputs if isinstance(t, Tensor))
         self.uses = {}
@@ -52,8 +55,7 @@ class Probe:
                     )
                 facts.append(factor.detach().clone())
 
-        with torch.random.fork_rng(devices=_devices(self.model)), self.cut():
-            torch.manual_seed(0)
+        with self.cut(masks):
             output = self.model(*inputs)
             if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != rows:
                 raise ContractError("the model must return one tensor with records on dimension 0.")
@@ -75,10 +77,6 @@ def _waves(output: Tensor) -> Tensor:
     return (torch.sin(1 + entries) / max(1.0, entries.numel() ** 0.5)).view(output.shape[1:]).expand_as(output).to(
         output.dtype
     )  # fmt: skip
-
-
-def _devices(model: nn.Module) -> list[torch.device]:
-    return list({p.device for p in model.parameters() if p.device.type == "cuda"})
 
 
 @contextlib.contextmanager
@@ -105,7 +103,6 @@ def check_independence(probe: Probe, example: Sequence[Any], size: int) -> None:
         is not found; the report says ``independence: tested``.
     """
     model = probe.model
-    draws = _draws(probe, example)
     for n in dict.fromkeys((*_SIZES, max(1, size))):
         here, there = _records(example, n, 1), _records(example, n, 2)
         with _quiet_modules(model, False):
@@ -116,9 +113,9 @@ def check_independence(probe: Probe, example: Sequence[Any], size: int) -> None:
                 changed = [_put(a, b, n // 2) for a, b in zip(here, there, strict=True)]
                 _compare(base, probe(changed), [i for i in range(n) if i != n // 2], None, "changing one record")
         with _quiet_modules(model, True):
-            if draws and _draws(probe, example):
-                continue  # random numbers of the model's own: places in the stream move with the records
             base = probe(here)
+            if not _alike(base, probe(here, masks=1)):
+                continue  # random numbers of the model's own: places in the stream move with the records
             probe(there)
             _compare(base, probe(here), list(range(n)), None, "a batch that came before (state kept in the model)")
             if n == 1:
@@ -138,17 +135,6 @@ def _run(probe: Probe, inputs: Sequence[Any]) -> Facts | None:
         if isinstance(error, ContractError):
             raise
         return None
-
-
-def _draws(probe: Probe, example: Sequence[Any]) -> bool:
-    """Whether the model draws from torch's generator."""
-    with torch.random.fork_rng(devices=_devices(probe.model)), probe.cut(), torch.no_grad():
-        before = torch.random.get_rng_state()
-        try:
-            probe.model(*_records(example, 2, 1))
-        except (RuntimeError, IndexError):
-            return False
-        return not torch.equal(before, torch.random.get_rng_state())
 
 
 def _records(example: Sequence[Any], n: int, seed: int) -> list[Any]:
@@ -178,17 +164,20 @@ def _put(a: Any, b: Any, i: int) -> Any:
 
 def _compare(base: Facts, other: Facts, rows: list[int], places: list[int] | None, what: str) -> None:
     """Rows of ``base`` must be those at ``places`` of ``other`` (the same rows by default)."""
-    places = rows if places is None else places
-    same = len(base) == len(other)
-    for a, b in zip(base, other, strict=False):
-        if not same:
-            break
-        a, b = a[rows].double(), b[places].double()
-        same = a.shape == b.shape and bool(
-            ((a - b).abs() <= _CLOSE * a.abs().max().clamp(min=1e-30)).logical_or(~torch.isfinite(a)).all()
-        ) if a.numel() else a.shape == b.shape  # fmt: skip
-    if not same:
+    if not _alike([a[rows] for a in base], [b[rows if places is None else places] for b in other]):
         raise ContractError(
             f"the model mixes records: {what} changed another record's output or gradient. Batch statistics, means "
             "over the batch, state kept between batches and branches on the batch size cannot be made private."
         )
+
+
+def _alike(base: Facts, other: Facts) -> bool:
+    return len(base) == len(other) and all(map(_close, base, other))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or not a.numel():
+        return a.shape == b.shape
+    a, b = a.double(), b.double()
+    near = (a - b).abs() <= _CLOSE * a.abs().max().clamp(min=1e-30)
+    return bool((near | ~torch.isfinite(a)).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 
 from weightclip._adaptive import Quantiles
 from weightclip._criterion import PrivateCriterion
+from weightclip._digest import tensors_digest
 from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import OutputGate, Passage
 from weightclip._knorm import Entrywise
 from weightclip._ledger import Ledger
+from weightclip._randomness import ForwardRandomness
 from weightclip._record import Recorder
 from weightclip._release import Release
 from weightclip._streams import Streams
@@ -62,6 +65,7 @@ class TrainingLoop:
     _clip: WeightClipper
     _release: Release
     _gate: OutputGate
+    _randomness: ForwardRandomness
     _watch: Watch
     _collector: Collector
     _limited: list[tuple[int, Tensor, float]]  # layer, where its limit lies, and the limit's share of its sensitivity
@@ -106,6 +110,7 @@ class TrainingLoop:
             self._drop_sum()
         self._info = info
         self._gate.clear()
+        self._randomness.next_batch()
         # an autocast context around several steps would go on with its casts of weights from before the last one
         torch.clear_autocast_cache()
 
@@ -309,7 +314,9 @@ class TrainingLoop:
 
     def _pass(self, output: Tensor, gradient: Tensor, leaves: Sequence[Tensor]) -> None:
         """Products of all private layers go to the sum; ``leaves`` (the parameters) must get nothing from autograd."""
-        with self._collector.collection(gradient.shape[0]):
+        # activations that are computed again may draw again
+        drawing = self._randomness.scope() if self._randomness.draws else contextlib.nullcontext()
+        with self._collector.collection(gradient.shape[0]), drawing:
             stray = self._collector.backward(output, gradient, leaves)
             if stray:
                 raise ContractError(
@@ -348,9 +355,17 @@ class TrainingLoop:
             return
         # charge first: an interruption after this line may waste budget but never hides a release
         step = self._charge()
-        self._release.release(self._sensitivities, self.streams, step, self._factors)
+        streams = self.streams.for_release(step, self._content)
+        self._release.release(self._sensitivities, streams, step, self._factors)
         if self._quantiles is not None:
-            self._quantiles.release(self.streams, step)
+            self._quantiles.release(streams, step)
+
+    def _content(self) -> bytes:
+        """What the noise of a seeded run is keyed by: weights, limits, and the sums that it is added to."""
+        assert self.model is not None
+        counts = [] if self._quantiles is None else self._quantiles.tensors()
+        content = (*self._release.parameters, *self.model.buffers(), *self._release.sums, *counts)
+        return tensors_digest(content, self.streams.key("weightclip/digest"))
 
     def _charge(self) -> int:
         """Count one release of the present draw, which is spent by it: a second one would not be a fresh sample.

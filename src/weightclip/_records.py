@@ -112,13 +112,14 @@ def first_tensor(batch: Any) -> Tensor | None:
     return next((leaf for child in children if (leaf := first_tensor(child)) is not None), None)
 
 
-def pad_records(batch: Any, real: int, rows: int) -> Any:
-    """`batch` with zero records appended: from `real` to `rows` records in every leaf.
+def pad_records(batch: Any, real: int, rows: int, slots: np.ndarray | None = None) -> Any:
+    """`batch` with zero records added: from `real` to `rows` records in every leaf.
 
     Args:
         batch: nested tuples, lists and mappings of tensors with records on dimension 0, and of lists of strings.
         real: number of records in `batch`.
         rows: number of records wanted; `batch` itself is returned when it equals `real`.
+        slots: the row of each record; None: the first ones.
 
     Raises:
         WeightclipError: a tensor without records on dimension 0, or a leaf that cannot be padded.
@@ -129,18 +130,23 @@ def pad_records(batch: Any, real: int, rows: int) -> Any:
             raise WeightclipError(
                 f"batch{where} has shape {tuple(t.shape)} for {real} records: collate_fn must stack records on dim 0"
             )
+        if slots is not None:
+            return t.new_zeros((rows, *t.shape[1:])).index_copy_(0, torch.from_numpy(slots).to(t.device), t)
         return t if rows == real else torch.cat([t, t.new_zeros((rows - real, *t.shape[1:]))])
 
     def strings(s: Any, where: str) -> list[Any]:
-        if rows == real:
+        if rows == real and slots is None:
             return s
         if len(s) != real:
             raise WeightclipError(
                 f"batch{where} has {len(s)} strings for {real} records: collate_fn must give one each"
             )
-        return [*s, *(type(s[0])() for _ in range(rows - real))]
+        padded = [type(s[0])() for _ in range(rows)]
+        for place, text in zip(range(real) if slots is None else slots.tolist(), s, strict=True):
+            padded[place] = text
+        return padded
 
-    return _map(batch, tensor, strings, same=rows == real)
+    return _map(batch, tensor, strings, same=rows == real and slots is None)
 
 
 def zero_records(batch: Any) -> Any:

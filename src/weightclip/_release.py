@@ -217,18 +217,6 @@ class Release:
         multiply_all_(views, multiples)
 
 
-def largest_batch(batch: float, q: float, n: int) -> int:
-    """b_max: exceeded by a Poisson draw with probability below 1e-25 (Bernstein), a public constant.
-
-    The mean of the draw is q n; b is its declared value, and for any b at least 1024 is allowed for. Where q n is
-    larger than both, it is taken, rounded up to a power of four, and thereby declared public.
-    """
-    mean = max(1024.0, 1.5 * batch)
-    if q * n > mean:
-        mean = 4.0 ** math.ceil(math.log(q * n, 4) - 1e-12)
-    return math.ceil(mean + 12 * math.sqrt(mean) + 80)
-
-
 def sum_slack(
     plan: Plan, products: Mapping[str, Product], b_max: int, physical: int | None, views: int = 1
 ) -> list[float]:

@@ -22,7 +22,6 @@ NOT_COVERED = (
     "hyper-parameter search on the private data, unless its cost is accounted (accounting.search_cost)",
     "errors, timing and memory use that depend on records",
     "bit patterns of floating-point noise, unless the release is rounded to a grid",
-    "rounding of one record's own activations where it depends on the shape of its batch (records on a kink of ReLU)",
     "other computations of the training loop on the records",
 )
 UNCOUNTED = (
@@ -30,6 +29,11 @@ UNCOUNTED = (
     "a ledger (PrivacyEngine(ledger=path)) counts them"
 )
 LEDGER = "deleting the ledger, or writing another in its place: its checksums are no signature"
+PLACE = (
+    "place: rounding of one record's own activations where it depends on the shape of its batch or on its row in it "
+    "(records on a kink of ReLU); make_private(strict=True) covers it"
+)
+SEEDED = "anybody who knows the seed of generator=, and several runs of one seed together: equal draws do not compose"
 ROUNDING = "rounding of float32 sums over records (Product.fast)"
 
 
@@ -54,7 +58,8 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
         "accountant": engine.accountant,
         "public": {
             "noise_multiplier": engine.noise_multiplier, "sample_rate": engine.loader.sample_rate,
-            "expected_batch_size": engine.expected_batch_size, "steps": engine.steps, "budget_steps": engine.budget,
+            "expected_batch_size": engine.expected_batch_size,
+            "physical_batches_per_draw": engine.loader.pieces, "steps": engine.steps, "budget_steps": engine.budget,
             "largest_batch_for_rounding": engine.b_max, "norm_exponent": _number(float(engine.bounds.p)),
             "allocation": repr(engine._release.allocation), "bounds": repr(engine.bounds),
             "loss": repr(engine.criterion.loss), "loss_bound": engine.plan.loss_bound,
@@ -78,8 +83,10 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
         "joint_cap": any(t is not None for t in engine._release.joint),
         "secure_noise": engine.streams.is_secure,
         "ledger": None if engine._ledger is None else engine._ledger.state(),
-        "not_covered": [*NOT_COVERED, *([] if engine.bounds.product.covered else [ROUNDING]),
-                        *([UNCOUNTED] if engine._uncounted else []), *([LEDGER] if engine._ledger else [])],
+        "secure": engine.streams.is_secure,
+        "strict": engine.loader.strict,
+        "independence": "tested, and traced" if engine.plan.graph is not None else "tested",
+        "not_covered": [*NOT_COVERED, *_uncovered(engine)],
     }  # fmt: skip
 
 
@@ -90,6 +97,13 @@ def public_constants(engine: PrivacyEngine) -> dict[str, Any]:
         "delta": getattr(engine, "target_delta", None), "secure_noise": engine.streams.is_secure,
         "weightclip": _version("weightclip"),
     }  # fmt: skip
+
+
+def _uncovered(engine: PrivacyEngine) -> list[str]:
+    """What this run does not cover beside what no run does."""
+    covered = {PLACE: engine.loader.strict, SEEDED: engine.streams.is_secure, ROUNDING: engine.bounds.product.covered,
+               UNCOUNTED: not engine._uncounted, LEDGER: engine._ledger is None}  # fmt: skip
+    return [line for line, is_covered in covered.items() if not is_covered]
 
 
 def _joint_multiplier(engine: PrivacyEngine, values: torch.Tensor) -> float | None:

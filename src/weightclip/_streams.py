@@ -1,8 +1,9 @@
 """The randomness of one run: a secret (or seeded) root, and a named stream for everything that is drawn.
 
-Noise depends on (root, step, parameter) and sampling on (root, step); both are derived from the root by a keyed hash
-of a label and some integers, so that no two purposes ever share a stream and nothing depends on the order of calls,
-on the number of records, or on the number of workers and threads.
+Sampling depends on (root, charge number), noise on that and on fresh bits of the operating system, or in a seeded run
+on digests of the weights and of the sum it is added to. All are derived from the root by a keyed hash of a label and
+some integers, so that no two purposes ever share a stream and nothing depends on the order of calls, on the number of
+records, or on the number of workers and threads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import secrets
 import struct
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -85,8 +87,7 @@ class Streams:
         of it (128 in Philox's key, 128 in its counter), on CUDA 128 bits (two generators of 64). With :meth:`seeded`
         the guarantee holds only against someone who cannot guess the seed. Philox is a statistical generator, not a
         cipher. Asking twice for the same label and integers gives the same numbers: whoever releases two different
-        sums under one (label, step, parameter) reveals their difference, so a run that goes back to an earlier step
-        must use :meth:`advance`.
+        sums under one (label, step, parameter) reveals their difference, so noise comes from :meth:`for_release`.
     """
 
     __slots__ = ("_root", "_seed", "_path", "__weakref__")
@@ -117,6 +118,11 @@ class Streams:
     def is_secure(self) -> bool:
         """True when the root comes from the operating system and cannot be saved."""
         return self._seed is None
+
+    @property
+    def needs_content(self) -> bool:
+        """Whether the noise of a release cannot be drawn before its sum is known."""
+        return not self.is_secure
 
     def key(self, label: str, *ints: int) -> bytes:
         """The 32 bytes that belong to a label and some 64-bit integers."""
@@ -165,6 +171,33 @@ class Streams:
         """A child with streams of its own, e.g. for a resumed run, whose replayed steps must not reuse old noise."""
         path = (*self._path, int(nonce))
         return Streams(self.key("weightclip/advance", int(nonce)), seed=self._seed, path=path)
+
+    def settled(self, settings: bytes) -> Streams:
+        """Streams of a run with these settings; secure ones belong to one run anyway."""
+        if self.is_secure:
+            return self
+        streams = self
+        for word in struct.unpack("<4q", settings):
+            streams = streams.advance(word)
+        return streams
+
+    def for_release(self, charge: int, content: Callable[[], bytes]) -> Streams:
+        """Streams for the noise of one release alone.
+
+        Args:
+            charge: The number the release is charged under.
+            content: Asked in a seeded run only: a digest of the weights and of the sum that will be released.
+
+        Formal guarantees:
+            The noise never meets two different sums. Secure: 256 fresh bits of the operating system go into every
+            call, so that neither a rewound counter nor a forked process finds the same noise again. Seeded: the noise
+            is a function of (root, charge, content), and two releases that share it are the same release.
+        """
+        message = content() if self.needs_content else secrets.token_bytes(32)
+        root = hashlib.blake2b(
+            struct.pack("<q", charge) + message, key=self._root, digest_size=32, person=b"wclip-release"
+        )
+        return Streams(root.digest(), seed=self._seed, path=self._path)
 
     def state(self) -> dict[str, Any]:
         """What :meth:`from_state` needs to rebuild seeded streams (JSON-ready); secure streams refuse."""

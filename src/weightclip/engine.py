@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 from weightclip import _checkpoint, _report
 from weightclip._adaptive import Adaptive, Quantiles
 from weightclip._criterion import PrivateCriterion
+from weightclip._digest import settings_digest
+from weightclip._draws import TAIL
 from weightclip._fused_step import FusedStep
 from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import InputProjection, OutputGate, ShapeGuard
@@ -22,8 +24,9 @@ from weightclip._independence import Probe, check_independence
 from weightclip._knorm import Entrywise, KNorm, calibrate_epsilon0
 from weightclip._ledger import Ledger
 from weightclip._loop import TrainingLoop
+from weightclip._randomness import FORWARD, ForwardRandomness, model_draws
 from weightclip._record import Recorder
-from weightclip._release import Release, largest_batch, sum_slack
+from weightclip._release import Release, sum_slack
 from weightclip._streams import Streams
 from weightclip._torch import ConvNd, forward_hooks
 from weightclip._validate import (
@@ -45,8 +48,6 @@ from weightclip.factors import Collector, Entry, Product, make_layer_plain, make
 from weightclip.losses import recognise
 from weightclip.mechanisms import Allocation, Equal
 from weightclip.sampling import PoissonLoader
-
-_TAIL = 1e-25  # chance that one draw exceeds b_max, charged to delta
 
 
 class PrivacyEngine(TrainingLoop):
@@ -98,6 +99,7 @@ class PrivacyEngine(TrainingLoop):
         mechanism: KNorm | None = None,
         loss_scale: float = 1.0,
         example: Any = None,
+        strict: bool = False,
     ) -> tuple[nn.Module, torch.optim.Optimizer, PoissonLoader, PrivateCriterion]:
         """Make training private with a given noise multiplier.
 
@@ -110,8 +112,10 @@ class PrivacyEngine(TrainingLoop):
             bounds: How each record is limited; by default its whole gradient is capped at norm 1 (``Bounds()``).
             sample_rate: q; by default batch_size/len(dataset), thereby declared public.
             expected_batch_size: b, the public divisor; by default the loader's batch size, never len(dataset).
-            max_physical_batch_size: Larger draws are split; only the last piece's ``step()`` releases.
-            generator: Root seed for experiments; by default randomness comes from the operating system.
+            max_physical_batch_size: Draws are split into a public number of pieces of at most this many records, empty
+                ones included; only the last piece's ``step()`` releases.
+            generator: Root seed for experiments; by default randomness comes from the operating system. Draws, masks
+                and noise then follow from (seed, settings, weights, sums); several runs of one seed do not compose.
             allocation: How noise is spread over layers; equal by default.
             adjacency: Which data sets are neighbours.
             augmentation_multiplicity: M views of each record: the model gets rows*M inputs, views of a record adjacent,
@@ -122,6 +126,8 @@ class PrivacyEngine(TrainingLoop):
             loss_scale: A constant by which the loop (or a framework) multiplies the loss before ``backward()``; it
                 changes nothing that is released, and any other factor raises.
             example: A batch of inputs, if the model's input is not the first element of a batch; only shapes are read.
+            strict: Every physical batch has one public shape and records take secret random rows of it, so that
+                kernels whose rounding depends on the shape or on a record's place are covered too; padding costs time.
 
         Returns:
             (module, optimizer, loader, criterion).
@@ -137,14 +143,13 @@ class PrivacyEngine(TrainingLoop):
         check_optimizer(module, optimizer)
         self.bounds = (bounds or Bounds()).chosen()
         self.streams = Streams.secure() if generator is None else Streams.seeded(generator)
-        if self.steps:  # a seed that an earlier run on the ledger used too: neither its noise nor its draws again
-            self.streams = self.streams.advance(self.steps)
+        batch = getattr(data_loader, "batch_size", None) if expected_batch_size is None else expected_batch_size
+        self.noise_multiplier, self.expected_batch_size = check_numbers(noise_multiplier, 1 if batch is None else batch)
         self.loader = PoissonLoader(
             data_loader, sample_rate=sample_rate, streams=self.streams, steps_left=self._steps_left,
-            max_physical_batch_size=max_physical_batch_size, on_batch=self._on_batch,
+            expected_batch_size=self.expected_batch_size, max_physical_batch_size=max_physical_batch_size,
+            strict=strict, number=lambda: self.steps, on_batch=self._on_batch,
         )  # fmt: skip
-        batch = data_loader.batch_size if expected_batch_size is None else expected_batch_size
-        self.noise_multiplier, self.expected_batch_size = check_numbers(noise_multiplier, batch)
         self.adjacency = check_accounting(self.accountant, adjacency, self.loader.sample_rate)
         self.views = check_views(augmentation_multiplicity)
         self.loss_scale = check_scale(loss_scale)
@@ -159,11 +164,12 @@ class PrivacyEngine(TrainingLoop):
         self.plan = build_plan(module, loss, self.bounds, self._example)
         output_shape = self.plan.graph.nodes[self.plan.graph.output].op.out_shape
         check_labels(data_loader.dataset, output_shape, loss)
+        self._model_draws = model_draws(module, self._example)
         self._recorder, self._constants = Recorder(self.device), {}
         self._gains = Gains(self.plan, self.bounds, self._recorder)
         self._clip = WeightClipper(module, self.bounds, list(self.plan.layers), self._gains)
-        self.b_max = largest_batch(self.expected_batch_size, self.loader.sample_rate, len(data_loader.dataset))  # type: ignore[arg-type]
         self.products = {path: self._product(module, path) for path in self.plan.layers}
+        self.b_max = self.loader.b_max
         slack = sum_slack(self.plan, self.products, self.b_max, max_physical_batch_size, self.views)
         slack, self._shares = self._rooms(slack)
         self._entrywise = None if mechanism is None else Entrywise(loss, mechanism.p)
@@ -183,8 +189,7 @@ class PrivacyEngine(TrainingLoop):
             self.model = None
             raise
         if self._ledger is not None:
-            self._ledger.begin(self._mechanism(1), self.adjacency, _TAIL, _report.public_constants(self))
-            self.loader.draws = self.steps
+            self._ledger.begin(self._mechanism(1), self.adjacency, TAIL, _report.public_constants(self))
         self._clip()
         self._sensitivities, self._factors = self._release.sensitivities(self._evaluate()), None
         self._set_limits()
@@ -193,6 +198,8 @@ class PrivacyEngine(TrainingLoop):
         self._reset_batch()
         self._info = None
         self._resumed, self._uncounted = 0, False
+        if not self.streams.is_secure:
+            self.streams = self.loader.streams = self.streams.settled(settings_digest(self))
         return module, optimizer, self.loader, self.criterion
 
     def make_private_with_epsilon(
@@ -217,7 +224,7 @@ class PrivacyEngine(TrainingLoop):
         n = len(data_loader.dataset)  # type: ignore[arg-type]
         if 0 < target_delta < 1 and target_delta >= 1 / n:
             warnings.warn(f"target_delta = {target_delta:g} is not below 1/{n}: choose it far smaller.", stacklevel=2)
-        left = target_delta - max(steps, self.steps) * _TAIL if 0 < target_delta < 1 else target_delta
+        left = target_delta - max(steps, self.steps) * TAIL if 0 < target_delta < 1 else target_delta
         spend = (target_epsilon, left, q, steps, self.accountant, adjacency)
         sigma = 1 / calibrate_epsilon0(*spend) if settings.get("mechanism") else calibrate_sigma(*spend)
         if self._ledger is not None:
@@ -267,17 +274,21 @@ class PrivacyEngine(TrainingLoop):
         if self.bounds.adaptive is not None:
             self._adapt(self.bounds.adaptive)
         self._gate = OutputGate(self, self.device)
+        self._randomness = ForwardRandomness(self.device, self._forward_key, self._model_draws)
         projections = {"": math.inf, **self.bounds.projections()}
         detach = self.bounds.p != 2  # an l2 projection expands other norms unless its scale is a constant
         self._handles = [
             self.model.get_submodule(path).register_forward_pre_hook(InputProjection(radius, detach), with_kwargs=True)
             for path, radius in projections.items()
         ]
+        before, after = self._randomness.hooks()
+        self._handles.append(self.model.register_forward_pre_hook(before, prepend=True))
         guard, buffers = ShapeGuard(self.plan.graph.input_shapes, self._example), BufferGuard(self.model)
         self._handles.append(self.model.register_forward_pre_hook(guard, with_kwargs=True))
         self._handles.append(self.model.register_forward_pre_hook(buffers.before))
         self._handles.append(self.model.register_forward_hook(buffers.after))
         self._handles.append(self.model.register_forward_hook(self._gate))
+        self._handles.append(self.model.register_forward_hook(after, always_call=True))
         self._trained = set(places)
         for block in blocks:
             block.parameter.grad = None
@@ -292,14 +303,19 @@ class PrivacyEngine(TrainingLoop):
         assert self.model is not None
 
         @contextlib.contextmanager
-        def uncut() -> Iterator[None]:  # the model's output with its graph behind it
+        def uncut(masks: int) -> Iterator[None]:  # the model's output with its graph behind it, and masks held fixed
             engine, self._gate.engine = self._gate.engine, None
+            self._randomness.next_batch(masks)
             try:
                 yield
             finally:
                 self._gate.engine = engine
 
         check_independence(Probe(self.model, self._collector, uncut), self._example, size)
+
+    def _forward_key(self, call: int) -> bytes:
+        """The secret key of what the model draws in its ``call``-th pass over the present piece."""
+        return self.streams.key(FORWARD, self.steps, -1 if self._info is None else self._info.piece, call)
 
     def _adapt(self, settings: Adaptive) -> None:
         """Limits follow private quantiles; their queries take a part of the step's noise budget."""
@@ -363,7 +379,7 @@ class PrivacyEngine(TrainingLoop):
         """epsilon of everything released so far, at ``delta``."""
         if self.model is None:
             raise ContractError("this engine has no model yet: call make_private first.")
-        charged = delta - self.steps * _TAIL  # the chance that a draw exceeded b_max (rounding slack)
+        charged = delta - self.steps * TAIL  # the chance that a draw exceeded b_max (rounding slack)
         return epsilon(self.mechanisms(), charged, accountant=self.accountant, adjacency=self.adjacency)
 
     def certificate(self) -> Certificate:

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.engine_kit import pin
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
@@ -54,8 +55,8 @@ def engine_run(settings: Settings, objective, sigma: float, steps: int, seed: in
         module=model, optimizer=optimizer, data_loader=loader,
         criterion=objective.loss(settings.temperature, settings.cap),
         noise_multiplier=sigma, bounds=bounds, allocation=settings.allocation,
-        generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
+    pin(engine, seed)  # draws and noise by seed and step alone, as this trainer has them
     average = ParameterAverage(model, decay=settings.averaging)
     done, delta = 0, None
     while done < steps:

@@ -50,7 +50,7 @@ def _double_release(patch: pytest.MonkeyPatch) -> None:
 
 def _same_noise(patch: pytest.MonkeyPatch) -> None:
     original = Streams.normal_
-    patch.setattr(Streams, "normal_", lambda self, out, label, *ints: original(self, out, label, 7))
+    patch.setattr(Streams, "normal_", lambda self, out, label, *ints: original(Streams.seeded(7), out, label, 7))
 
 
 def _forgetful(patch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from weightclip import _checkpoint, engine
 from weightclip._gate import InputProjection
 from weightclip._loop import TrainingLoop
 from weightclip._release import Release
+from weightclip._streams import Streams
 from weightclip._watch import Watch
 from weightclip.sampling import PoissonLoader
 
@@ -153,8 +154,10 @@ def one_step_too_few(patch: Patch) -> None:
 
 @mutant(checks.steps_have_independent_noise)
 def the_same_noise_again(patch: Patch) -> None:
-    real = Release.release
-    patch.setattr(Release, "release", lambda self, sensitivities, streams, step, *rest: real(
+    real = Streams.for_release
+    patch.setattr(Streams, "for_release", lambda self, charge, content: real(self, 0, content))
+    noise = Release.noise
+    patch.setattr(Release, "noise", lambda self, sensitivities, streams, step, *rest: noise(
         self, sensitivities, streams, 0, *rest
     ))  # fmt: skip
 

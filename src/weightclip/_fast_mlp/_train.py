@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightclip._release import largest_batch
+from weightclip._draws import largest_batch
 from weightclip._streams import NOISE, Streams
 from weightclip.accounting import Mechanism
 from weightclip.errors import CertificationError, WeightclipError

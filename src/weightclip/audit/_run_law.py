@@ -106,6 +106,8 @@ def run_law(
     larger = joined(base, loudest)
     noisy = subject.start(larger, sigma, seed)
     without, with_it = (subject.start(data, 0.0, seed, unit=sigma) for data in (base, larger))
+    for twin in (without, with_it):
+        twin.loader.streams = noisy.loader.streams  # draws of a seeded run follow from its settings, sigma among them
     residuals, signals, shifts = [], [], []
 
     def follow(run: Run, count: int) -> None:

@@ -171,7 +171,7 @@ class Collector:
             for use in uses:  # several uses of one layer add up before squaring
                 key, norm = id(use.entry), _kinds.norm(use.entry.layer, use.x, use.d, self.caps)
                 norms[key] = norms[key] + norm if key in norms else norm
-            thresholds = {id(use.entry): use.entry.joint for use in uses}
+            thresholds = {id(use.entry): use.entry.joint or 1.0 for use in uses}
             total = torch.stack([(n / thresholds[k]).square() for k, n in norms.items()]).sum(0).sqrt()
             scale = (1.0 / total.clamp(min=_TINY)).clamp(max=1.0)
             scale = torch.where(torch.isfinite(total), scale, torch.zeros_like(scale))

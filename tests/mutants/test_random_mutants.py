@@ -1,0 +1,141 @@
+"""Mistakes with draws, masks, seeds and places, each as a patch: the check that passes on the engine fails on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from tests import test_noise_reuse as reuse
+from tests.test_public_pieces import a_scheduler_of_iterations_does_not_see_the_draw
+from tests.test_randomness import augmentation_belongs_to_the_record, masks_do_not_come_from_the_users_seed
+from tests.test_strict import a_records_place_does_not_depend_on_the_others
+
+from weightclip import _loop
+from weightclip._adaptive import Quantiles
+from weightclip._digest import tensors_digest
+from weightclip._loop import TrainingLoop
+from weightclip._pieces import Cutter, Piece
+from weightclip._randomness import ForwardRandomness, Generators
+from weightclip._streams import Streams
+from weightclip.sampling import PoissonLoader
+
+Patch = pytest.MonkeyPatch
+MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[], None]]] = {}
+
+
+def mutant(check: Callable[[], None]):
+    def keep(mutate: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTANTS[mutate.__name__] = (mutate, check)
+        return mutate
+
+    return keep
+
+
+@mutant(a_scheduler_of_iterations_does_not_see_the_draw)
+def as_many_pieces_as_the_draw_fills(patch: Patch) -> None:
+    patch.setattr(Cutter, "pieces_of", lambda self, total: max(1, -(-total // (self.size or max(1, total)))))
+
+
+@mutant(masks_do_not_come_from_the_users_seed)
+def dropout_from_the_users_seed(patch: Patch) -> None:
+    for name in ("enter", "leave"):
+        patch.setattr(ForwardRandomness, name, lambda self: None)
+
+
+@mutant(masks_do_not_come_from_the_users_seed)
+def dropout_from_a_public_key(patch: Patch) -> None:
+    seed = Generators.seed
+    patch.setattr(Generators, "seed", lambda self, key: seed(self, b"public"))
+
+
+@mutant(augmentation_belongs_to_the_record)
+def augmentation_from_the_users_seed(patch: Patch) -> None:
+    patch.setattr(Generators, "seed", lambda self, key: None)
+    patch.setattr("weightclip._keyed_records.given_back", _nothing)
+
+
+class _nothing:
+    def __init__(self, *_) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_) -> None:
+        pass
+
+
+@mutant(reuse.one_seed_with_other_records_has_other_noise)
+def noise_keyed_without_the_sum(patch: Patch) -> None:
+    patch.setattr(TrainingLoop, "_content", lambda self: tensors_digest(self._release.parameters, b""))
+
+
+@mutant(reuse.equal_sums_at_other_weights_have_other_noise)
+def noise_keyed_without_the_weights(patch: Patch) -> None:
+    patch.setattr(TrainingLoop, "_content", lambda self: tensors_digest(self._release.sums, b""))
+
+
+@mutant(reuse.one_seed_with_another_rate_has_other_noise)
+def noise_keyed_by_seed_and_step(patch: Patch) -> None:
+    patch.setattr(Streams, "for_release", lambda self, charge, content: self)
+
+
+@mutant(reuse.an_exact_resume_with_another_rate_has_other_noise)
+def an_exact_resume_replays_the_noise(patch: Patch) -> None:
+    patch.setattr(_loop, "tensors_digest", lambda tensors, key: bytes(32))
+
+
+@mutant(reuse.one_seed_with_another_sigma_has_other_noise)
+def noise_keyed_without_the_settings(patch: Patch) -> None:
+    patch.setattr(Streams, "settled", lambda self, settings: self)
+
+
+@mutant(reuse.a_secure_run_that_is_set_back_has_other_noise)
+def secure_noise_by_number_alone(patch: Patch) -> None:
+    patch.setattr(Streams, "for_release", lambda self, charge, content: self)
+
+
+@mutant(reuse.limits_that_adapt_have_noise_of_their_own)
+def quantiles_keyed_by_seed_and_step(patch: Patch) -> None:
+    release = Quantiles.release
+    patch.setattr(Quantiles, "release", lambda self, streams, step: release(self, Streams.seeded(3), step))
+
+
+@mutant(reuse.charged_draws_are_never_handed_out_again)
+def a_loaded_state_replays_draws(patch: Patch) -> None:
+    load = PoissonLoader.load_state_dict
+
+    def replay(self, state) -> None:
+        load(self, state)
+        self._number = None
+
+    patch.setattr(PoissonLoader, "load_state_dict", replay)
+
+
+@mutant(a_records_place_does_not_depend_on_the_others)
+def strict_without_shuffling(patch: Patch) -> None:
+    def in_order(self, draw: int, drawn: np.ndarray, count: int, rng) -> Iterator[Piece]:
+        for number in range(count):
+            part = drawn[number * self.size : (number + 1) * self.size]
+            yield Piece(draw, number, number == count - 1, part, np.arange(part.size))
+
+    patch.setattr(Cutter, "_scattered", in_order)
+
+
+@mutant(a_records_place_does_not_depend_on_the_others)
+def strict_within_each_piece_only(patch: Patch) -> None:
+    def in_order(self, draw: int, drawn: np.ndarray, count: int, rng) -> Iterator[Piece]:
+        for number in range(count):
+            part = drawn[number * self.size : (number + 1) * self.size]
+            yield Piece(draw, number, number == count - 1, part, np.sort(rng.permutation(self.size)[: part.size]))
+
+    patch.setattr(Cutter, "_scattered", in_order)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_mutant_is_killed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate, check = MUTANTS[name]
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()
