@@ -181,6 +181,8 @@ class PrivacyEngine(TrainingLoop):
         )  # fmt: skip
         self._release.scales(self._release.sensitivities(self._evaluate()))  # refuses before anything is changed
         self.model, self.optimizer, self.criterion = module, optimizer, PrivateCriterion(criterion, loss, self)
+        self._reset_batch()
+        self._info = None
         self._install()
         try:
             self._test_independence(min(math.ceil(self.expected_batch_size), max_physical_batch_size or 2**31))
@@ -195,8 +197,6 @@ class PrivacyEngine(TrainingLoop):
         self._set_limits()
         self._watch = Watch(module)
         self._plans, self._loss_bounds = {self._watch.modes(): self.plan}, {}
-        self._reset_batch()
-        self._info = None
         self._resumed, self._uncounted = 0, False
         if not self.streams.is_secure:
             self.streams = self.loader.streams = self.streams.settled(settings_digest(self))

@@ -27,7 +27,6 @@ from tests.mutants.audit_mutants import (
 )
 
 import weightclip._checkpoint as checkpoint
-import weightclip._criterion as criterion
 import weightclip._gains as gains
 import weightclip._gate as gate
 import weightclip._loop as loop
@@ -233,18 +232,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     original = losses.CrossEntropy.gradient
     patch.setattr(losses.CrossEntropy, "gradient", lambda self, z, y: original(self, z, y) * (8 / len(z)))
-
-
-@mutant("scaling the loss scales the sum", "loss", ALIGNED)
-def _(patch: pytest.MonkeyPatch) -> None:
-    original = criterion._Summed.backward
-
-    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
-        output, gradient, *rest = ctx.todo
-        ctx.todo = (output, gradient * upstream, *rest)
-        return original(ctx, upstream)
-
-    patch.setattr(criterion._Summed, "backward", staticmethod(backward))
 
 
 @mutant("a resumed run has a fresh ledger", "ledger", RADII)

@@ -9,7 +9,8 @@ from tests.mutants import engine_checks as checks
 from tests.mutants.engine_checks import CHECKS
 from torch import Tensor
 
-from weightclip import _checkpoint, engine
+import weightclip as wc
+from weightclip import _checkpoint
 from weightclip._gate import InputProjection
 from weightclip._loop import TrainingLoop
 from weightclip._release import Release
@@ -98,24 +99,6 @@ def radius_from_the_largest_record_of_the_batch(patch: Patch) -> None:
     patch.setattr(InputProjection, "_project", project)
 
 
-@mutant(checks.a_named_argument_stays_within_the_sensitivity)
-def named_arguments_forgotten(patch: Patch) -> None:
-    call = InputProjection.__call__
-    patch.setattr(InputProjection, "__call__", lambda self, m, args, kwargs: (call(self, m, args, {})[0], kwargs))
-
-
-@mutant(checks.one_record_stays_within_the_sensitivity)
-def cotangent_radius_in_the_noise_but_not_in_the_code(patch: Patch) -> None:
-    make = engine.make_layer_private
-    patch.setattr(engine, "make_layer_private", lambda m, **limits: make(m, **{**limits, "cotangent": None}))
-
-
-@mutant(checks.one_record_stays_within_the_sensitivity)
-def layer_radius_in_the_noise_but_not_in_the_code(patch: Patch) -> None:
-    make = engine.make_layer_private
-    patch.setattr(engine, "make_layer_private", lambda m, **limits: make(m, **{**limits, "radius": None}))
-
-
 @mutant(checks.pieces_release_once)
 def noise_for_every_physical_batch(patch: Patch) -> None:
     before = TrainingLoop._before_step
@@ -172,11 +155,6 @@ def raw_gradients_left_in_grad(patch: Patch) -> None:
             parameter.grad = total
 
     patch.setattr(TrainingLoop, "_collect", collect)
-
-
-@mutant(checks.hooks_between_loss_and_backward_are_refused)
-def hooks_unseen_after_the_loss(patch: Patch) -> None:
-    patch.setattr("weightclip._loop.refuse_gradient_hooks", lambda *_: None)
 
 
 @mutant(checks.other_terms_leave_no_gradient)
@@ -283,5 +261,5 @@ def certified_in_the_first_mode_only(patch: Patch) -> None:
 def test_the_mutant_is_killed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate, check = MUTANTS[name]
     mutate(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, wc.ContractError)):  # seen from outside, or refused by the engine itself
         check()

