@@ -20,7 +20,7 @@ from weightclip.errors import ContractError
 _SIZES = (7, 2, 1)
 _CLOSE = 1e-3  # of the largest entry: kernels round rows differently at different batch sizes
 
-Facts = list[Tensor]  # output, then both factors of every product: records on dimension 0
+Facts = list[Tensor]  # sketches of the output, then of both factors of every product: one row for each record
 
 
 class Probe:
@@ -53,14 +53,14 @@ class Probe:
                         f"a {type(entry.layer)._wc_native.__name__} layer runs on {factor.shape[0]} rows in a batch of "
                         f"{rows} records: keep records on dimension 0 (positions behind it)."
                     )
-                facts.append(factor.detach().clone())
+                facts.append(_sketch(factor.detach()))
 
         with self.cut(masks):
             output = self.model(*inputs)
             if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != rows:
                 raise ContractError("the model must return one tensor with records on dimension 0.")
             if not output.requires_grad:
-                return [output.detach()]
+                return [_sketch(output.detach())]
             gradient = _waves(output)
             self.collector.probe = look
             try:
@@ -68,15 +68,24 @@ class Probe:
                     self.collector.backward(output, gradient, [])
             finally:
                 self.collector.probe = None
-        return [output.detach(), *facts]
+        return [_sketch(output.detach()), *facts]
+
+
+def _wave(n: int, device: torch.device, pitch: float = 1.0) -> Tensor:
+    """n numbers of norm below 1 that follow no pattern a model could have."""
+    return torch.sin(1 + pitch * torch.arange(n, device=device, dtype=torch.float32)) / max(1.0, n**0.5)
 
 
 def _waves(output: Tensor) -> Tensor:
     """A cotangent that is the same for every record and different for every entry."""
-    entries = torch.arange(output[0].numel(), device=output.device, dtype=torch.float32)
-    return (torch.sin(1 + entries) / max(1.0, entries.numel() ** 0.5)).view(output.shape[1:]).expand_as(output).to(
-        output.dtype
-    )  # fmt: skip
+    return _wave(output[0].numel(), output.device).view(output.shape[1:]).expand_as(output).to(output.dtype)
+
+
+def _sketch(value: Tensor) -> Tensor:
+    """Three numbers of each record: two projections and the norm. Whole factors of a large batch would not fit."""
+    flat = value.reshape(value.shape[0], -1).float()
+    parts = [(flat * _wave(flat.shape[1], flat.device, pitch)).sum(1) for pitch in (1.0, 2.3)]
+    return torch.stack([*parts, flat.norm(dim=1) / max(1.0, flat.shape[1] ** 0.5)], 1)
 
 
 @contextlib.contextmanager

@@ -21,14 +21,12 @@ from weightclip._randomness import ForwardRandomness
 from weightclip._record import Recorder
 from weightclip._release import Release
 from weightclip._streams import Streams
-from weightclip._torch import copy_all_
 from weightclip._validate import refuse_closure
 from weightclip._watch import Watch, refuse_stray_gradients
 from weightclip.certificate import Evaluation, Plan, build_plan
 from weightclip.config import Bounds
 from weightclip.errors import BudgetSpent, CertificationError, ContractError
-from weightclip.factors import Collector
-from weightclip.mechanisms import constant
+from weightclip.factors import Collector, Limits
 from weightclip.sampling import BatchInfo, PoissonLoader
 
 _NOT_FINITE = (
@@ -68,7 +66,7 @@ class TrainingLoop:
     _randomness: ForwardRandomness
     _watch: Watch
     _collector: Collector
-    _limited: list[tuple[int, Tensor, float]]  # layer, where its limit lies, and the limit's share of its sensitivity
+    _limits: Limits
     _trained: set[int]
     _names: list[str]  # of the parameters, in the order of the release
     _settings: tuple[Any, ...]
@@ -167,24 +165,16 @@ class TrainingLoop:
         self._find_sensitivities(autocast, modes, shape)
         self._set_limits()
 
-    @torch.no_grad()
     def _set_limits(self) -> None:
         """Every layer with a limit of its own is limited to what this release's noise is scaled for.
 
-        Formal guarantees:
-            The limit is this step's sensitivity divided by the room for rounding that is part of it: norms, scales and
-            sums may round by that much and no record moves the layer's sum by more than the sensitivity.
+        In a recording this is part of the branch that looks at weights, which the backward pass waits for.
         """
-        if self._sensitivities.is_cpu:
-            values = self._sensitivities.tolist()
-            for layer, limit, share in self._limited:
-                limit.fill_(values[layer] * share)
-        elif self._limited:
-            shares = constant(tuple(share for _, _, share in self._limited), self._sensitivities.device)
-            layers = constant(tuple(layer for layer, _, _ in self._limited), self._sensitivities.device).long()
-            found = (self._sensitivities[layers] * shares).float().unbind()
-            with torch.cuda.stream(self._recorder.aside):  # the branch of a recording that looks at weights, if any
-                copy_all_([limit for _, limit, _ in self._limited], found)
+        if self._recorder.aside is None:
+            self._limits.set(self._sensitivities)
+        else:
+            with torch.cuda.stream(self._recorder.aside):
+                self._limits.set(self._sensitivities)
 
     def _find_sensitivities(
         self, autocast: torch.dtype | None, modes: tuple[bool, ...], shape: tuple[int, ...]

@@ -6,7 +6,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ from weightclip.accounting import Adjacency, Mechanism, calibrate_sigma, epsilon
 from weightclip.certificate import Certificate, build_plan
 from weightclip.config import Bounds
 from weightclip.errors import ContractError, WeightclipError
-from weightclip.factors import Collector, Entry, Product, make_layer_plain, make_layer_private
+from weightclip.factors import Collector, Entry, Limits, Product, make_layer_plain, make_layer_private
 from weightclip.losses import recognise
 from weightclip.mechanisms import Allocation, Equal
 from weightclip.sampling import PoissonLoader
@@ -257,8 +257,8 @@ class PrivacyEngine(TrainingLoop):
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self._names = [names[id(block.parameter)] for block in blocks]
         self._collector = Collector(self._release.add, self.bounds.caps_of(""), self._drop_sum)
-        self._limited = []
-        for index, (path, uses) in enumerate(self.plan.layers.items()):
+        limited: list[bool] = []
+        for path, uses in self.plan.layers.items():
             layer, cap, joint = self.model.get_submodule(path), of("layer_cap", path), of("joint_cap", path)
             bound = joint is None and (cap is None or self._release.knorm is not None)  # that one's norm is entrywise
             make_layer_private(
@@ -269,8 +269,8 @@ class PrivacyEngine(TrainingLoop):
             weight, bias = (places.get(id(getattr(layer, name, None))) for name in ("weight", "bias"))
             measure = self.plan.measure(path, self._release.knorm) if bound else None
             self._collector.enter(Entry(layer, weight, bias, len(uses), joint, measure))
-            if joint is None and (bound or self.bounds.adaptive is None):
-                self._limited.append((index, cast(Tensor, layer._wc_limits)[2], self._shares[index]))
+            limited.append(joint is None and (bound or self.bounds.adaptive is None))
+        self._limits = Limits([entry.layer for entry in self._collector.entries], limited, self._shares)
         if self.bounds.adaptive is not None:
             self._adapt(self.bounds.adaptive)
         self._gate = OutputGate(self, self.device)

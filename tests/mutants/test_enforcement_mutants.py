@@ -16,7 +16,7 @@ from weightclip import engine
 from weightclip._gate import ShapeGuard, _Wall
 from weightclip._loop import TrainingLoop
 from weightclip._watch import BufferGuard
-from weightclip.factors import Collector, _collect, _collector, _kinds, _limits, _swap
+from weightclip.factors import Collector, Limits, _collect, _collector, _kinds, _limits, _swap
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*attribute", "ignore:.*should not be instantiated")
 Patch = pytest.MonkeyPatch
@@ -122,14 +122,8 @@ def products_pass_through_the_parameters(patch: Patch) -> None:
 
 @mutant(limited("float"))
 def limits_larger_than_the_noise(patch: Patch) -> None:
-    real = TrainingLoop._set_limits
-
-    def twice(self) -> None:
-        real(self)
-        for _, limit, _ in self._limited:
-            limit.mul_(2)
-
-    patch.setattr(TrainingLoop, "_set_limits", twice)
+    real = Limits.set
+    patch.setattr(Limits, "set", lambda self, sensitivities: real(self, 2 * sensitivities))
 
 
 @mutant(limited("more uses than certified"))

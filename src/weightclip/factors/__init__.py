@@ -2,6 +2,7 @@
 
 from weightclip.factors._collector import Collector as Collector
 from weightclip.factors._collector import Entry as Entry
+from weightclip.factors._collector import Limits as Limits
 from weightclip.factors._kinds import Measure as Measure
 from weightclip.factors._limits import Product as Product
 from weightclip.factors._limits import is_plain as is_plain

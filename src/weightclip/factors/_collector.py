@@ -56,6 +56,44 @@ class _Use:
     d: Tensor
 
 
+class Limits:
+    """The limits of all private layers, in one table, so that those which follow the weights are set in one go.
+
+    Args:
+        layers: Private layers in the order of the sensitivities.
+        moving: Which of them are limited to their sensitivities; the others keep caps of their own.
+        shares: What part of a layer's sensitivity its limit is.
+
+    Formal guarantees:
+        A limit is its layer's sensitivity, for which the noise of the same release is scaled, divided by the room for
+        rounding that is part of it: norms, scales and sums may round by that much, and still no record moves the
+        layer's sum by more than the sensitivity.
+    """
+
+    def __init__(self, layers: Sequence[Any], moving: Sequence[bool], shares: Sequence[float]) -> None:
+        self.shares = list(shares)
+        self.table = torch.stack([layer._wc_limits for layer in layers])
+        self.caps = self.table[:, 2]
+        self.moving = [i for i, moves in enumerate(moving) if moves]
+        self._mask = torch.tensor(list(moving), device=self.table.device)
+        self._shares = torch.tensor(self.shares, dtype=torch.float64, device=self.table.device)
+        for layer, row in zip(layers, self.table, strict=True):
+            layer._wc_limits = row
+
+    @torch.no_grad()
+    def set(self, sensitivities: Tensor) -> None:
+        """Limits of the release with these sensitivities; nothing waits for a device."""
+        if not self.moving:
+            return
+        if sensitivities.is_cpu:
+            for i, value in enumerate(sensitivities.tolist()):
+                if i in self.moving:
+                    self.caps[i] = value * self.shares[i]
+            return
+        values = sensitivities * self._shares
+        self.caps.copy_(values if len(self.moving) == len(self.shares) else torch.where(self._mask, values, self.caps))
+
+
 class Collector:
     """Takes both factors of each product, limits every record and adds the sums to the release.
 
