@@ -192,7 +192,8 @@ def test_declared_categories_and_bounds_are_free():
     ({"feature_bounds": ([0, 1], [1, 2])}, "feature_bounds"), ({"feature_bounds": (1, -1)}, "low <= high"),
     ({"feature_bounds": {"z": (0, 1)}}, "'z'"), ({"categories": {"z": ["a"]}}, "'z'"),
     ({"schema": {"ignore": ["0", "1", "2"]}}, "no columns are left"), ({"classes": ["a", "a"]}, "twice"),
-    ({"accountant": "moments"}, "accountant"), ({"hidden_layer_sizes": (0,)}, "hidden"), ({"learning_rate": -1}, "lr"),
+    ({"accountant": "moments"}, "accountant"), ({"hidden_layer_sizes": (0,)}, "hidden"),
+    ({"learning_rate": -1}, "learning_rate"),
 ])  # fmt: skip
 def test_bad_parameters_fail_with_one_line(change, match):
     with pytest.raises(WeightclipError, match=match) as caught:

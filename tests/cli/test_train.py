@@ -159,7 +159,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, capsys, monkeypatch):
     path = tmp_path / "wide.csv"
     path.write_text(",".join([*names, "label"]) + "\n" + ",".join(["0.125", "abc"] * 30 + ["2\n"]) * 10_000)
     tracemalloc.start()
-    loaded = _files.load(_files.File(path), "label", Schema(), tmp_path)
+    loaded = _files.load(_files.File(path), "label", Schema())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert isinstance(loaded.table.values, np.memmap) and loaded.table.values.shape == (10_000, 60)
@@ -173,7 +173,7 @@ def test_a_wrong_first_guess_is_revised(tmp_path, monkeypatch):
     monkeypatch.setattr(_files, "_ROWS", 3)
     path = tmp_path / "d.csv"
     path.write_text("a,b,y\n" + "1,2,x\n" * 7 + "1,oops,y\n")
-    loaded = _files.load(_files.File(path), "y", Schema(), tmp_path)
+    loaded = _files.load(_files.File(path), "y", Schema())
     assert [c.kind for c in loaded.table.columns] == ["numeric", "categorical"]
     assert loaded.classes == ("x", "y") and loaded.target.tolist() == [0.0] * 7 + [1.0]
 

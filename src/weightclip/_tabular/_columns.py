@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from weightclip.errors import WeightclipError
+
+from ._checks import check_schema, strict_json
 
 KINDS = ("numeric", "flag", "categorical")
 BUCKETS = 1 << 13  # of the public hash that stands for the values of a column whose categories are not declared
@@ -113,11 +114,7 @@ class Schema:
     @classmethod
     def from_json(cls, data: Any) -> Schema:
         """Parse a schema, with one-line errors."""
-        if not isinstance(data, Mapping) or not isinstance(data.get("columns", []), Sequence):
-            raise WeightclipError('schema: expected an object like {"columns": [{"name": ..., "type": ...}]}.')
-        unknown = set(data) - {"columns", "ignore", "classes", "target_range"}
-        if unknown:
-            raise WeightclipError(f"schema: unknown entry {sorted(unknown)[0]!r}.")
+        check_schema(data)
         columns = tuple(Column.from_json(entry) for entry in data.get("columns", []))
         names = [c.name for c in columns]
         if len(set(names)) != len(names):
@@ -146,10 +143,12 @@ class Schema:
     def read(cls, path: str | Path) -> Schema:
         """Read a schema file (JSON)."""
         try:
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_json(strict_json(Path(path).read_bytes()))
         except OSError as error:
             raise WeightclipError(f"schema {path}: cannot read it ({error.strerror}).") from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
+            if isinstance(error, WeightclipError):
+                raise
             raise WeightclipError(f"schema {path}: not valid JSON ({error}).") from error
 
 

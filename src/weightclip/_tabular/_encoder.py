@@ -150,7 +150,9 @@ class Encoder:
                 parts.append(Pieces(edges, bool(entry["missing"])))
             else:
                 codes = tuple(int(c) for c in entry["codes"])
-                if any(not 0 <= c < BUCKETS for c in codes) or list(codes) != sorted(set(codes)):
+                listed = columns[-1].categories
+                most = BUCKETS if listed is None else max(1, len(listed))
+                if any(not 0 <= c < most for c in codes) or list(codes) != sorted(set(codes)):
                     raise WeightclipError(
                         f"pipeline: codes of column {columns[-1].name!r} must be distinct and sorted."
                     )

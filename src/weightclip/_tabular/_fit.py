@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -228,5 +229,5 @@ class _Lazy:
 
 
 def _check_pieces(owner: str, pieces: int | None) -> None:
-    if pieces is not None and (not isinstance(pieces, int) or not 1 <= pieces <= 64):
+    if pieces is not None and (not isinstance(pieces, Integral) or not 1 <= int(pieces) <= 64):
         raise WeightclipError(f"{owner}: pieces must be a whole number from 1 to 64, got {pieces!r}.")

@@ -128,6 +128,8 @@ def fold(weights: Sequence[tuple[Any, Any]], temperature: float) -> tuple[tuple[
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, bool) or value is None:
-        return str(value)
-    return value if isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value)) else str(value)
+    return (
+        value
+        if isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+        else str(value)
+    )

@@ -97,7 +97,7 @@ def _from_polars(series: Any) -> np.ndarray:
 def _from_arrow(column: Any) -> np.ndarray:
     kind = str(column.type)
     if kind.startswith(("int", "uint", "float", "double", "halffloat", "decimal")):
-        return np.asarray(column.cast("double").to_numpy(zero_copy_only=False), dtype=np.float64)
+        return np.asarray(column.cast("double", safe=False).to_numpy(zero_copy_only=False), dtype=np.float64)
     return _boxed(column.to_pylist())
 
 

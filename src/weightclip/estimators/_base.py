@@ -15,6 +15,7 @@ from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from weightclip._streams import Streams
 from weightclip._tabular import _defaults, _folder
+from weightclip._tabular._checks import check_budget
 from weightclip._tabular._columns import Column, Schema, canonical
 from weightclip._tabular._fit import NonPrivateScaling, Plan, PrivateScaling, PublicScaling
 from weightclip._tabular._model import Model
@@ -23,6 +24,8 @@ from weightclip._tabular._table import array_columns, describe, frame_columns, i
 from weightclip.errors import WeightclipError
 
 from ._inputs import Progress, bounds_by_name, is_integer
+from ._loaded import inputs_json, named_columns, restore
+from ._settings import plain_settings
 
 _CHOICES = ("hidden_layer_sizes", "epochs", "batch_fraction", "learning_rate", "gradient_cap", "joint_cap",
             "temperature", "bias_scale", "weight_norm")  # fmt: skip
@@ -83,6 +86,7 @@ class LipDP(BaseEstimator):
         delta = _defaults.delta(n) if self.delta is None else self.delta
         if not (isinstance(delta, Real) and 0 < float(delta) < 1):
             raise WeightclipError(f"delta must lie strictly between 0 and 1, got {delta!r}.")
+        check_budget(float(self.epsilon), float(delta))
         if float(delta) > 1 / n:
             warnings.warn(f"delta = {float(delta):g} is above 1/n = {1 / n:g}: choose it far smaller.", stacklevel=4)
         how = PrivateScaling() if self.preprocessing is None else self.preprocessing
@@ -90,10 +94,7 @@ class LipDP(BaseEstimator):
             raise WeightclipError(
                 f"preprocessing must be PrivateScaling(), PublicScaling() or NonPrivateScaling(), got {how!r}."
             )
-        chosen = {name: value for name in _CHOICES if (value := getattr(self, name)) is not None}
-        if "hidden_layer_sizes" in chosen:
-            sizes = chosen["hidden_layer_sizes"]
-            chosen["hidden_layer_sizes"] = tuple(np.atleast_1d(np.asarray(sizes, dtype=int)).tolist())
+        chosen = plain_settings(self, _CHOICES)
         if self.delta is None:
             not_covered = [*not_covered, "delta was set from the number of records, which counts as public"]
         return Plan(
@@ -122,6 +123,8 @@ class LipDP(BaseEstimator):
 
     def _arrays(self, X: Any, reset: bool) -> dict[str, np.ndarray]:
         """Columns of X by name, after scikit-learn's checks; at prediction under the names seen in fit."""
+        if not reset and (found := named_columns(self, X)) is not None:
+            return found
         if is_frame(X):
             arrays = frame_columns(X)
             if len(arrays) != len(X.columns if hasattr(X, "columns") else X.column_names):
@@ -137,7 +140,7 @@ class LipDP(BaseEstimator):
             X = validate_data(self, X, reset=reset, dtype=None if text else "numeric", ensure_all_finite=False)  # type: ignore[arg-type]
             arrays = array_columns(X.astype(object) if X.dtype.kind in "US" else X)
         if reset:
-            self._names = list(arrays)
+            self._names, self._by_name = list(arrays), False
             return arrays
         return dict(zip(self._names, arrays.values(), strict=True))
 
@@ -199,8 +202,9 @@ class LipDP(BaseEstimator):
         """Write a model folder: safetensors, JSON and a model card, with checksums and without pickle."""
         check_is_fitted(self)
         return _folder.save(
-            folder, self.model_.tensors(), self.model_.pipeline(), self.privacy_report_, overwrite=overwrite
-        )
+            folder, self.model_.tensors(), {**self.model_.pipeline(), **inputs_json(self)}, self.privacy_report_,
+            overwrite=overwrite,
+        )  # fmt: skip
 
     @classmethod
     def load(cls, folder: str | Path):
@@ -211,11 +215,5 @@ class LipDP(BaseEstimator):
         if model.task != wanted:
             raise WeightclipError(f"model {folder} is for {model.task}, not {wanted}.")
         estimator = cls(epsilon=report["target_epsilon"], delta=report["delta"])
-        estimator.model_, estimator.privacy_report_ = model, report
-        estimator.epsilon_, estimator.delta_ = float(report["epsilon"]), float(report["delta"])
-        estimator.n_iter_ = report["public"].get("steps", 0)
-        estimator._names = [c.name for c in model.encoder.columns]
-        estimator.n_features_in_ = len(estimator._names)
-        if model.task == "classification":
-            estimator.classes_ = np.array(model.classes)
+        restore(estimator, model, pipeline, report)
         return estimator

@@ -17,6 +17,7 @@ from weightclip.errors import WeightclipError
 
 from ._base import LipDP
 from ._inputs import labels, threads, warn_of_repetition
+from ._settings import class_list
 
 
 class LipDPClassifier(ClassifierMixin, LipDP):
@@ -110,7 +111,7 @@ class LipDPClassifier(ClassifierMixin, LipDP):
         if declared is None:
             self.classes_ = np.unique(y)
         else:
-            self.classes_ = np.asarray(declared)
+            self.classes_ = class_list(declared)
         if len(self.classes_) < 2:
             raise ValueError(
                 f"Classifier can't train when only one class is present: y holds {len(self.classes_)} class."
