@@ -20,6 +20,8 @@ from weightclip.errors import WeightclipError
 COMMANDS = ("train", "predict", "certify", "audit", "reproduce", "tune", "bench", "data")
 """In the order ``--help`` shows them; each lives in ``_<name>.py`` as a function or as a typer ``app`` of its own."""
 
+_LONGEST = 1000  # characters of an error: options may be of any length
+
 # typer carries click inside or depends on it, by version: its base error is found through the public one
 _UsageErrors: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
@@ -111,5 +113,6 @@ def _stop(number: int, _: Any) -> None:
 
 def _complain(message: str, code: int) -> int:
     if message.strip():  # help shown instead of a missing command needs no complaint
-        print("error: " + " ".join(message.split()), file=sys.stderr)
+        line = " ".join(message.split())
+        print("error: " + (line if len(line) <= _LONGEST else line[:_LONGEST] + "..."), file=sys.stderr)
     return code

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table as Grid
 
@@ -68,7 +69,7 @@ def train(
         raise WeightclipError("--target-range belongs to --task regression.")
     _folder.check_place(out, overwrite, "--out ")
     console = Console(stderr=True)
-    with Progress(console=console, transient=True) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         reading = bar.add_task("reading", total=None)
         try:
             loaded = _files.load(_files.File(data, delimiter), target, known, regression)
@@ -76,10 +77,16 @@ def train(
             raise WeightclipError(f"cannot set up a scratch file ({error.strerror or error}).") from error
         bar.remove_task(reading)
         n = len(loaded.table) if n_records is None else n_records
-        if not as_json:
-            console.print(_types(loaded))
         how = NonPrivateScaling() if non_private_scaling else PublicScaling() if public_scaling else PrivateScaling()
-        steps = bar.add_task("training", total=None)
+        steps, described = bar.add_task("training", total=None), False
+
+        def shown(done: int, total: int) -> None:
+            nonlocal described
+            if not (described or as_json):  # training has begun: nothing was wrong with the table or the options
+                console.print(_types(loaded))
+            described = True
+            bar.update(steps, completed=done, total=total)
+
         chosen: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
         if hidden is not None:
             chosen["hidden_layer_sizes"] = _widths(hidden)
@@ -93,7 +100,7 @@ def train(
         plan = Plan(
             epsilon, _defaults.delta(n) if delta is None else delta, how, chosen, accountant,
             Streams.secure() if seed is None else Streams.seeded(seed),
-            progress=lambda done, total: bar.update(steps, completed=done, total=total),
+            progress=shown,
             not_covered=tuple(notes), records=n,
         )  # fmt: skip
         with warnings.catch_warnings(record=True) as caught:
@@ -118,7 +125,7 @@ def train(
                 model, report, _ = fit_classifier(loaded.table, codes, loaded.classes, target, plan)
         _folder.save(out, model.tensors(), model.pipeline(), report, overwrite=overwrite)
     for warning in caught:
-        console.print(f"[yellow]warning:[/yellow] {warning.message}", highlight=False)
+        console.print(f"[yellow]warning:[/yellow] {escape(str(warning.message))}", highlight=False)
     if as_json:
         print(json.dumps(report))
     else:
@@ -150,6 +157,8 @@ def _schema(path, classes, target_range, ignore, categorical, target: str):
         if len(set(labels)) != len(labels):
             raise WeightclipError("--classes lists a label twice.")
         known = replace(known, classes=labels)
+    elif known.classes is not None and len(set(known.classes)) != len(known.classes):
+        raise WeightclipError("the schema lists a class twice.")
     if target_range is not None:
         try:
             low, high = (float(v) for v in target_range.split(","))
@@ -206,5 +215,5 @@ def _types(loaded) -> Grid:
         grid.add_column(head)
     for c in loaded.table.columns:
         public = f"[{c.low:g}, {c.high:g}]" if c.bounded else f"{len(c.categories)} categories" if c.categories else "-"
-        grid.add_row(c.name, c.kind, public.replace("[", r"\["), "values" if c.name in loaded.inferred else "declared")
+        grid.add_row(escape(c.name), c.kind, escape(public), "values" if c.name in loaded.inferred else "declared")
     return grid
