@@ -25,7 +25,17 @@ COMMANDS = dict(leaves(ROOT))
 
 
 def test_all_commands_are_found():
-    assert {p[0] for p in COMMANDS} == {"train", "predict", "certify", "audit", "reproduce", "tune", "bench", "data"}
+    assert {p[0] for p in COMMANDS} == {
+        "train",
+        "predict",
+        "certify",
+        "importances",
+        "audit",
+        "reproduce",
+        "tune",
+        "bench",
+        "data",
+    }
 
 
 @pytest.mark.parametrize("path", list(COMMANDS), ids=" ".join)

@@ -98,6 +98,7 @@ class Plan:
         progress: Called with (steps done, steps in all).
         not_covered: Sentences the report has to add.
         records: Public number of records; None declares the true one public.
+        objective: Makes the objective that is trained from the plain one and the labels (sample weights).
     """
 
     epsilon: float
@@ -110,6 +111,7 @@ class Plan:
     progress: Callable[[int, int], None] | None = None
     not_covered: tuple[str, ...] = ()
     records: int | None = None
+    objective: Callable[[Objective, np.ndarray], Objective] = lambda inner, _: inner
 
 
 def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], target: str, plan: Plan):
@@ -202,6 +204,7 @@ def _train(table: Table, fitted: Fitted, labels: np.ndarray, objective: Objectiv
     if len(table) * encoder.width * 4 <= _IN_MEMORY:
         features = encoder.transform(table.values)
     budget = Budget(plan.epsilon, plan.delta, plan.accountant, fitted.mechanisms)
+    objective = plan.objective(objective, labels)
     return train_many(
         features, labels, [settings], [plan.streams], objective=objective, noise=budget, records=n,
         progress=plan.progress,

@@ -23,9 +23,11 @@ from weightclip._tabular._onnx import to_onnx
 from weightclip._tabular._table import array_columns, describe, frame_columns, is_frame, to_values
 from weightclip.errors import WeightclipError
 
+from ._importances import shares
 from ._inputs import Progress, bounds_by_name, is_integer
 from ._loaded import inputs_json, named_columns, restore
 from ._settings import plain_settings
+from ._shapes import dense
 
 _CHOICES = ("hidden_layer_sizes", "epochs", "batch_fraction", "learning_rate", "gradient_cap", "joint_cap",
             "temperature", "bias_scale", "weight_norm")  # fmt: skip
@@ -70,6 +72,7 @@ class LipDP(BaseEstimator):
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
         tags.input_tags.allow_nan = True  # a missing value is a value
         tags.input_tags.categorical = True
         tags.input_tags.string = True
@@ -123,6 +126,7 @@ class LipDP(BaseEstimator):
 
     def _arrays(self, X: Any, reset: bool) -> dict[str, np.ndarray]:
         """Columns of X by name, after scikit-learn's checks; at prediction under the names seen in fit."""
+        X = dense(X)
         if not reset and (found := named_columns(self, X)) is not None:
             return found
         if is_frame(X):
@@ -179,6 +183,12 @@ class LipDP(BaseEstimator):
         self.epsilon_ = float(report["epsilon"])
         self.delta_ = float(report["delta"])
         self.n_iter_ = run.steps
+
+    @property
+    def feature_importances_(self) -> np.ndarray:
+        """Share of each column in what the model does, from the released model alone: costs nothing."""
+        check_is_fitted(self)
+        return shares(self)
 
     def to_torch(self):
         """The network as a plain ``torch.nn.Module`` on encoded features (see `encode`)."""

@@ -18,6 +18,8 @@ from weightclip.errors import WeightclipError
 from ._base import LipDP
 from ._inputs import labels, threads, warn_of_repetition
 from ._settings import class_list
+from ._shapes import one_target
+from ._weights import weigh
 
 
 class LipDPClassifier(ClassifierMixin, LipDP):
@@ -91,8 +93,14 @@ class LipDPClassifier(ClassifierMixin, LipDP):
         tags.classifier_tags.poor_score = True  # a hundred records and epsilon = 1 teach little: that is the point
         return tags
 
-    def fit(self, X: Any, y: Any) -> LipDPClassifier:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LipDPClassifier:
         """Fit on private records.
+
+        Args:
+            X: Records: a data frame, an array, a sparse matrix (which is written out) or lists.
+            y: Labels.
+            sample_weight: One number from 0 to 1 for each record, its chance to take part in a step it was drawn for;
+                cut beyond. A weight is a private part of its record.
 
         Formal guarantees:
             Everything the fitted estimator holds is (epsilon_, delta_)-DP under adding or removing one record, given
@@ -101,6 +109,7 @@ class LipDPClassifier(ClassifierMixin, LipDP):
         """
         if y is None:
             raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
+        one_target(y)
         warn_of_repetition()
         arrays = self._arrays(X, reset=True)
         y = labels(column_or_1d(y, warn=True))
@@ -130,9 +139,8 @@ class LipDPClassifier(ClassifierMixin, LipDP):
         table = Table(columns, to_values(columns, arrays))
         uncovered = [] if declared is not None else ["the list of classes was taken from y"]
         with threads(self.n_jobs):
-            model, report, run = fit_classifier(
-                table, codes, tuple(self.classes_.tolist()), "", self._plan(len(table), uncovered)
-            )
+            plan = weigh(self._plan(len(table), uncovered), sample_weight, len(table))
+            model, report, run = fit_classifier(table, codes, tuple(self.classes_.tolist()), "", plan)
         self._finish(model, report, run)
         return self
 

@@ -16,6 +16,8 @@ from weightclip.errors import WeightclipError
 
 from ._base import LipDP
 from ._inputs import labels, threads, warn_of_repetition
+from ._shapes import one_target
+from ._weights import weigh
 
 
 class LipDPRegressor(RegressorMixin, LipDP):
@@ -60,12 +62,13 @@ class LipDPRegressor(RegressorMixin, LipDP):
         tags.regressor_tags.poor_score = True
         return tags
 
-    def fit(self, X: Any, y: Any) -> LipDPRegressor:
-        """Fit on private records; guarantees as those of `LipDPClassifier.fit`."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LipDPRegressor:
+        """Fit on private records; arguments and guarantees as those of `LipDPClassifier.fit`."""
         if y is None:
             raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
         if self.loss not in ("huber", "l1"):
             raise WeightclipError(f"loss must be 'huber' or 'l1', got {self.loss!r}.")
+        one_target(y)
         warn_of_repetition()
         arrays = self._arrays(X, reset=True)
         y = labels(column_or_1d(y, warn=True))
@@ -81,7 +84,8 @@ class LipDPRegressor(RegressorMixin, LipDP):
         columns = self._describe(arrays, X)
         table = Table(columns, to_values(columns, arrays))
         with threads(self.n_jobs):
-            model, report, run = fit_regressor(table, y, span, "", self._plan(len(table), ()))
+            plan = weigh(self._plan(len(table), ()), sample_weight, len(table))
+            model, report, run = fit_regressor(table, y, span, "", plan)
         self._finish(model, report, run)
         return self
 
