@@ -6,6 +6,7 @@ import csv
 import gzip
 import itertools
 import math
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from weightclip.errors import WeightclipError
 
 from ._columns import Column, Schema, canonical
-from ._table import Coder, Table, describe, frame_columns, to_numbers
+from ._table import Coder, Table, arrow_kind, first_text, frame_columns, to_numbers
 
 _ROWS = 20_000
 MISSING = frozenset({"", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?"})
@@ -67,6 +68,16 @@ class File:
     def header(self) -> list[str]:
         """Column names."""
         return list(next(iter(self.blocks())))
+
+    def kinds(self) -> dict[str, str]:
+        """Kinds of the columns by the file's own schema; text has none, and counts as numbers until shown otherwise."""
+        if self.is_text:
+            return {name: "numeric" for name in self.header()}
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        schema = pq.read_schema(self.path) if self._ending in (".parquet", ".pq") else next(_ipc(pa, self.path)).schema
+        return {field.name: arrow_kind(field.type) for field in schema}
 
     def _text(self) -> Iterator[Block]:
         opener = gzip.open if self.path.suffix.lower() == ".gz" else open
@@ -134,7 +145,7 @@ class Loaded:
     """A file read for training.
 
     Attributes:
-        table: Features, mapped from a scratch file.
+        table: Features, mapped from a scratch file that has no name (nobody else can open it, no kill leaves it).
         target: Class codes or numbers, NaN where missing.
         classes: Class labels found or declared.
         inferred: Names of columns whose type was inferred from the values.
@@ -146,7 +157,7 @@ class Loaded:
     inferred: tuple[str, ...]
 
 
-def load(file: File, target: str, schema: Schema, scratch: Path, regression: bool = False) -> Loaded:
+def load(file: File, target: str, schema: Schema, regression: bool = False) -> Loaded:
     """Read a file for training, in blocks; types that the schema does not say are inferred.
 
     A text column is numeric if every value in it is a number or missing; a first guess is revised by reading again.
@@ -155,7 +166,6 @@ def load(file: File, target: str, schema: Schema, scratch: Path, regression: boo
         file: The file.
         target: Name of the target column.
         schema: What is publicly known.
-        scratch: Folder for the mapped array.
         regression: Whether the target is a number.
     """
     names = file.header()
@@ -168,7 +178,7 @@ def load(file: File, target: str, schema: Schema, scratch: Path, regression: boo
     guesses: dict[str, Column] = {}
     while True:
         try:
-            return _read(file, target, used, schema, guesses, scratch, regression)
+            return _read(file, target, used, schema, guesses, regression)
         except _WrongGuess as wrong:
             guesses |= {name: Column(name, "categorical") for name in wrong.names}
 
@@ -179,37 +189,36 @@ class _WrongGuess(Exception):
 
 
 def _read(
-    file: File, target: str, used: list[str], schema: Schema, guesses: dict[str, Column], scratch: Path,
-    regression: bool,
-) -> Loaded:  # fmt: skip
+    file: File, target: str, used: list[str], schema: Schema, guesses: dict[str, Column], regression: bool
+) -> Loaded:
+    kinds = file.kinds()
     columns: list[Column] = []
     coders: dict[str, Coder] = {}
     places: dict[str, int] = {c: i for i, c in enumerate(schema.classes or ())}
     n = 0
-    path = scratch / "values.f64"
-    with path.open("wb") as out:
+    with tempfile.TemporaryFile(prefix="weightclip-") as out:
         for block in file.blocks():
             if not columns:
-                columns = [schema.column(c) or guesses.get(c) or _guess(file, c, block[c]) for c in used]
+                columns = [schema.column(c) or guesses.get(c) or Column(c, kinds[c]) for c in used]
                 coders = {c.name: Coder(c) for c in columns if c.kind == "categorical"}
             rows = len(block[target])
             values = np.empty((rows, len(columns) + 1))
             wrong = []
             for j, column in enumerate(columns):
                 try:
-                    values[:, j] = _values(column, block[column.name], coders, n)
+                    guessed = file.is_text and schema.column(column.name) is None
+                    values[:, j] = _values(column, block[column.name], coders, n, strict=guessed)
                 except WeightclipError:
-                    if schema.column(column.name) is not None:
-                        raise
                     wrong.append(column.name)
             if wrong:
                 raise _WrongGuess(wrong)
             values[:, -1] = _target(target, block[target], places, schema.classes is None, regression, n)
             values.tofile(out)
             n += rows
-    if n == 0:
-        raise WeightclipError(f"{file.path} holds a header and no rows.")
-    mapped = np.memmap(path, dtype=np.float64, mode="r", shape=(n, len(columns) + 1))
+        if n == 0:
+            raise WeightclipError(f"{file.path} holds a header and no rows.")
+        out.flush()
+        mapped = np.memmap(out, dtype=np.float64, mode="r", shape=(n, len(columns) + 1))
     codes = np.array(mapped[:, -1])
     classes = tuple(places)
     if not regression and schema.classes is None:
@@ -221,21 +230,24 @@ def _read(
     return Loaded(Table(tuple(columns), mapped[:, :-1]), codes, classes, inferred)
 
 
-def _guess(file: File, name: str, values: Any) -> Column:
-    return Column(name, "numeric") if file.is_text else describe(name, np.asarray(values))
-
-
-def _values(column: Column, raw: Any, coders: dict[str, Coder], row: int) -> np.ndarray:
+def _values(column: Column, raw: Any, coders: dict[str, Coder], row: int, strict: bool) -> np.ndarray:
     if column.kind == "categorical":
         return coders[column.name](raw if isinstance(raw, list) else raw.tolist())
     if isinstance(raw, np.ndarray) and raw.dtype.kind == "f":
         return raw
-    return to_numbers(column.name, raw if isinstance(raw, list) else raw.tolist(), row + 2)
+    values = raw if isinstance(raw, list) else raw.tolist()
+    numbers = to_numbers(values)
+    if strict and (odd := first_text(values, numbers)) is not None:
+        raise WeightclipError(
+            f"column {column.name!r} is numeric but holds a value that is no number (row {row + 2 + odd}): "
+            "declare it categorical in the schema, or clean it."
+        )
+    return numbers
 
 
 def _target(name: str, raw: Any, places: dict[str, int], open_ended: bool, regression: bool, row: int) -> np.ndarray:
     if regression:
-        return _values(Column(name, "numeric"), raw, {}, row)
+        return _values(Column(name, "numeric"), raw, {}, row, strict=False)
     labels = [canonical(v) for v in (raw if isinstance(raw, list) else raw.tolist())]
     if open_ended:
         for label in labels:
@@ -257,5 +269,5 @@ def features(columns: Sequence[Column], block: Block, path: Path, row: int) -> n
     if missing:
         raise WeightclipError(f"{path} has no column {missing[0]!r}, which the model needs.")
     coders = {c.name: Coder(replace(c)) for c in columns if c.kind == "categorical"}
-    arrays = [_values(c, block[c.name], coders, row) for c in columns]
+    arrays = [_values(c, block[c.name], coders, row, strict=True) for c in columns]
     return np.stack(arrays, axis=1)

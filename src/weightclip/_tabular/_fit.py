@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from weightclip._fast_mlp import Absolute, Budget, Huber, Logistic, Objective, Run, Softmax, train_many
 from weightclip._streams import Streams
-from weightclip.accounting import gdp_mu
+from weightclip.accounting import Mechanism, gdp_mu
 from weightclip.errors import WeightclipError
 
 from . import _defaults
@@ -30,6 +30,7 @@ from ._encoder import (
     lack_of_precision,
 )
 from ._model import Model, fold
+from ._private import column_kinds
 from ._report import privacy_report, settings_json
 from ._table import Table
 
@@ -97,6 +98,7 @@ class Plan:
         progress: Called with (steps done, steps in all).
         not_covered: Sentences the report has to add.
         records: Public number of records; None declares the true one public.
+        spent: What was released of the records before the fit, within the same budget.
     """
 
     epsilon: float
@@ -109,6 +111,33 @@ class Plan:
     progress: Callable[[int, int], None] | None = None
     not_covered: tuple[str, ...] = ()
     records: int | None = None
+    spent: tuple[Mechanism, ...] = ()
+
+
+def find_kinds(
+    columns: Sequence[Column], untyped: Sequence[str], arrays: Mapping[str, np.ndarray], plan: Plan
+) -> tuple[tuple[Column, ...], Plan]:
+    """Kinds of the columns named in `untyped`, by a private vote; the plan that is returned has paid for it.
+
+    Formal guarantees:
+        One Gaussian mechanism (`column_kinds`), listed in the plan's `spent`. Its multiplier and the columns that take
+        part follow from declared types and public numbers.
+    """
+    if not untyped:
+        return tuple(columns), plan
+    how = plan.preprocessing
+    if isinstance(how, PublicScaling):
+        raise WeightclipError(f"column {untyped[0]!r} has no declared type: PublicScaling needs one, give a schema.")
+    sigma = 0.0
+    if isinstance(how, PrivateScaling):
+        share = min(_defaults.KINDS_SHARE, (1 - (how.share or 0.0)) / 4)
+        sigma = 1 / (gdp_mu(plan.epsilon, plan.delta) * math.sqrt(share))
+        paid = Mechanism("gaussian", sigma, 1.0, 1, label=f"kinds of {len(untyped)} columns")
+        plan = replace(plan, spent=(*plan.spent, paid))
+    kinds = column_kinds([arrays[c].tolist() for c in untyped], sigma, plan.streams, "table/kinds")
+    found = dict(zip(untyped, kinds, strict=True))
+    settled = (c if found.get(c.name, c.kind) == c.kind else Column(c.name, found[c.name]) for c in columns)
+    return tuple(settled), plan
 
 
 def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], target: str, plan: Plan):
@@ -159,12 +188,18 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
 
 
 def _preprocess(table: Table, plan: Plan, n: int) -> Fitted:
+    fitted = _statistics(table, plan, n)
+    notes = [f"{m.label} without a declared type were voted on privately and are paid for" for m in plan.spent]
+    return replace(fitted, mechanisms=(*plan.spent, *fitted.mechanisms), statements=(*notes, *fitted.statements))
+
+
+def _statistics(table: Table, plan: Plan, n: int) -> Fitted:
     how = plan.preprocessing
     pieces = how.pieces or _defaults.pieces(n, plan.epsilon)
     if isinstance(how, NonPrivateScaling):
         warnings.warn(
             "NonPrivateScaling reads feature statistics from private rows and does not pay for them: the model is not "
-            "differentially private (epsilon = inf).", UserWarning, stacklevel=5,
+            "differentially private (epsilon = inf).", UserWarning, stacklevel=6,
         )  # fmt: skip
         return fit_unprotected(table, pieces)
     if isinstance(how, PublicScaling):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,10 +63,10 @@ def train(
     known = _schema(schema, classes, target_range, ignore, categorical, target)
     _check_folder(out, overwrite)
     console = Console(stderr=True)
-    with tempfile.TemporaryDirectory(prefix="weightclip-") as scratch, Progress(console=console, transient=True) as bar:
+    with Progress(console=console, transient=True) as bar:
         reading = bar.add_task("reading", total=None)
         try:
-            loaded = _files.load(_files.File(data, delimiter), target, known, Path(scratch), regression)
+            loaded = _files.load(_files.File(data, delimiter), target, known, regression)
         except OSError as error:
             raise WeightclipError(f"cannot set up a scratch file ({error.strerror or error}).") from error
         bar.remove_task(reading)
