@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from weightclip import accounting
 from weightclip._fast_mlp import Absolute, Budget, Huber, Logistic, Objective, Run, Softmax, train_many
 from weightclip._streams import Streams
-from weightclip.accounting import Mechanism, gdp_mu
+from weightclip.accounting import Mechanism
 from weightclip.errors import WeightclipError
 
 from . import _defaults
@@ -36,6 +38,7 @@ from ._table import Table
 
 _IN_MEMORY = 1 << 28  # features kept at once; larger tables are encoded draw by draw
 _TARGET = "(target)"
+_mu = functools.lru_cache(accounting.gdp_mu)
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def find_kinds(
     sigma = 0.0
     if isinstance(how, PrivateScaling):
         share = min(_defaults.KINDS_SHARE, (1 - (how.share or 0.0)) / 4)
-        sigma = 1 / (gdp_mu(plan.epsilon, plan.delta) * math.sqrt(share))
+        sigma = 1 / (_mu(plan.epsilon, plan.delta) * math.sqrt(share))
         paid = Mechanism("gaussian", sigma, 1.0, 1, label=f"kinds of {len(untyped)} columns")
         plan = replace(plan, spent=(*plan.spent, paid))
     kinds = column_kinds([arrays[c].tolist() for c in untyped], sigma, plan.streams, "table/kinds")
@@ -204,7 +207,7 @@ def _statistics(table: Table, plan: Plan, n: int) -> Fitted:
         return fit_unprotected(table, pieces)
     if isinstance(how, PublicScaling):
         return fit_public(table, pieces)
-    mu = gdp_mu(plan.epsilon, plan.delta)  # of the one Gaussian mechanism that spends the whole budget
+    mu = _mu(plan.epsilon, plan.delta)  # of the one Gaussian mechanism that spends the whole budget
     share = how.share
     if share is None:
         share = _defaults.share(lack_of_precision(table.columns, 1 / (mu * math.sqrt(0.1)), n))
@@ -217,7 +220,7 @@ def _center(fitted: Fitted, table: Table, plan: Plan, n: int) -> Fitted:
         return center(fitted, table, 0.0, plan.streams, n)
     if isinstance(plan.preprocessing, PublicScaling):
         return fitted
-    mu, width = gdp_mu(plan.epsilon, plan.delta), fitted.encoder.width
+    mu, width = _mu(plan.epsilon, plan.delta), fitted.encoder.width
     left = 1 - (plan.preprocessing.share or 0.2)  # no share that is not asked for exceeds 0.2
     share = min(left / 2, _defaults.center_share(center_error(width, 1 / (mu * math.sqrt(0.02)), n)))
     sigma = 1 / (mu * math.sqrt(share))
