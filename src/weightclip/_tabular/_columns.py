@@ -153,17 +153,31 @@ class Schema:
 
 
 def canonical(value: object) -> str | None:
-    """One spelling for a category, whether it comes from a file or a data frame; None for a missing value."""
-    if isinstance(value, str):
+    """One spelling for a category, whether it comes from a file or a data frame; None for a missing value.
+
+    Formal guarantees:
+        A function of this one value: never of what was seen before, and never of Python's equality (True == 1,
+        Decimal("1.0") == Decimal("1.00")). A value that cannot be spelled is missing; it never stops a fit.
+    """
+    if type(value) is str:
         return value
+    try:
+        return _spell(value)
+    except Exception:  # objects of somebody's own class: whatever they do, they do to their own record alone
+        return None
+
+
+def _spell(value: Any) -> str | None:
+    if isinstance(value, str):
+        return str.__str__(value)
     kind = type(value).__name__
-    if value is None or kind in ("NAType", "NaTType") or value != value:
+    if value is None or kind in ("NAType", "NaTType") or bool(value != value):
         return None
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if kind in ("bool", "bool_"):
         return "true" if value else "false"
     if isinstance(value, float) or kind.startswith("float"):
-        number = float(value)  # type: ignore[arg-type]
+        number = float(value)
         return str(int(number)) if number.is_integer() else repr(number)
     return str(value)

@@ -21,7 +21,7 @@ import numpy as np
 from weightclip.errors import WeightclipError
 
 from ._columns import Column, Schema, canonical
-from ._table import Coder, Table, frame_columns, to_numbers
+from ._table import Coder, Table, arrow_kind, first_text, frame_columns, to_numbers
 
 _ROWS = 20_000
 _ARROW = (".parquet", ".pq", ".arrow", ".feather", ".ipc")
@@ -82,7 +82,7 @@ class File:
             return {}
         with self._one_line():
             schema = self._arrow_schema()
-        kinds = {field.name: _kind(field.name, str(field.type)) for field in schema}
+        kinds = {field.name: Column(field.name, arrow_kind(field.type)) for field in schema}
         if len(kinds) != len(schema):
             raise WeightclipError(f"{self.path}: two columns have the same name.")
         return kinds
@@ -201,13 +201,6 @@ def _ipc(pa: Any, source: Any) -> Any:
         return pa.ipc.open_stream(source)
 
 
-def _kind(name: str, arrow: str) -> Column:
-    """What a declared Arrow type says of a column."""
-    if arrow.startswith(("int", "uint", "float", "double", "halffloat", "decimal")):
-        return Column(name, "numeric")
-    return Column(name, "flag" if arrow == "bool" else "categorical")
-
-
 def _refuse_nested(file: File, used: Sequence[str]) -> None:
     nested = [name for name in used if name in file.nested()]
     if nested:
@@ -221,7 +214,7 @@ class Loaded:
     """A file read for training.
 
     Attributes:
-        table: Features, mapped from a scratch file.
+        table: Features, mapped from a scratch file that has no name (nobody else can open it, no kill leaves it).
         target: Class codes or numbers, NaN where missing.
         classes: Class labels found or declared.
         inferred: Names of columns whose type was inferred from the values.
@@ -284,10 +277,9 @@ def _read(
             wrong = []
             for j, column in enumerate(columns):
                 try:
-                    values[:, j] = _values(column, block[column.name], coders, n)
+                    guessed = file.is_text and schema.column(column.name) is None
+                    values[:, j] = _values(column, block[column.name], coders, n, strict=guessed)
                 except WeightclipError:
-                    if schema.column(column.name) is not None:
-                        raise
                     wrong.append(column.name)
             if wrong:
                 raise _WrongGuess(wrong)
@@ -314,17 +306,24 @@ def _mapped(file: IO[bytes], shape: tuple[int, int]) -> np.ndarray:
     return np.memmap(file, dtype=np.float64, mode="r", shape=shape)  # type: ignore[arg-type]
 
 
-def _values(column: Column, raw: Any, coders: dict[str, Coder], row: int) -> np.ndarray:
+def _values(column: Column, raw: Any, coders: dict[str, Coder], row: int, strict: bool) -> np.ndarray:
     if column.kind == "categorical":
         return coders[column.name](raw if isinstance(raw, list) else raw.tolist())
     if isinstance(raw, np.ndarray) and raw.dtype.kind == "f":
         return raw
-    return to_numbers(column.name, raw if isinstance(raw, list) else raw.tolist(), row + 2)
+    values = raw if isinstance(raw, list) else raw.tolist()
+    numbers = to_numbers(values)
+    if strict and (odd := first_text(values, numbers)) is not None:
+        raise WeightclipError(
+            f"column {column.name!r} is numeric but holds a value that is no number (row {row + 2 + odd}): "
+            "declare it categorical in the schema, or clean it."
+        )
+    return numbers
 
 
 def _target(name: str, raw: Any, places: dict[str, int], open_ended: bool, regression: bool, row: int) -> np.ndarray:
     if regression:
-        return _values(Column(name, "numeric"), raw, {}, row)
+        return _values(Column(name, "numeric"), raw, {}, row, strict=False)
     labels = [canonical(v) for v in (raw if isinstance(raw, list) else raw.tolist())]
     if open_ended:
         for label in labels:
@@ -346,5 +345,5 @@ def features(columns: Sequence[Column], block: Block, path: Path, row: int) -> n
     if missing:
         raise WeightclipError(f"{path} has no column {missing[0]!r}, which the model needs.")
     coders = {c.name: Coder(replace(c)) for c in columns if c.kind == "categorical"}
-    arrays = [_values(c, block[c.name], coders, row) for c in columns]
+    arrays = [_values(c, block[c.name], coders, row, strict=True) for c in columns]
     return np.stack(arrays, axis=1)

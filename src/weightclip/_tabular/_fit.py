@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 
+from weightclip import accounting
 from weightclip._fast_mlp import Absolute, Budget, Huber, Logistic, Objective, Run, Softmax, train_many
 from weightclip._streams import Streams
-from weightclip.accounting import gdp_mu
+from weightclip.accounting import Mechanism
 from weightclip.errors import WeightclipError
 
 from . import _defaults
@@ -31,11 +33,13 @@ from ._encoder import (
     lack_of_precision,
 )
 from ._model import Model, fold
+from ._private import column_kinds
 from ._report import privacy_report, settings_json
 from ._table import Table
 
 _IN_MEMORY = 1 << 28  # features kept at once; larger tables are encoded draw by draw
 _TARGET = "(target)"
+_mu = functools.lru_cache(accounting.gdp_mu)
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Plan:
         not_covered: Sentences the report has to add.
         records: Public number of records; None declares the true one public.
         objective: Makes the objective that is trained from the plain one and the labels (sample weights).
+        spent: What was released of the records before the fit, within the same budget.
     """
 
     epsilon: float
@@ -112,6 +117,33 @@ class Plan:
     not_covered: tuple[str, ...] = ()
     records: int | None = None
     objective: Callable[[Objective, np.ndarray], Objective] = lambda inner, _: inner
+    spent: tuple[Mechanism, ...] = ()
+
+
+def find_kinds(
+    columns: Sequence[Column], untyped: Sequence[str], arrays: Mapping[str, np.ndarray], plan: Plan
+) -> tuple[tuple[Column, ...], Plan]:
+    """Kinds of the columns named in `untyped`, by a private vote; the plan that is returned has paid for it.
+
+    Formal guarantees:
+        One Gaussian mechanism (`column_kinds`), listed in the plan's `spent`. Its multiplier and the columns that take
+        part follow from declared types and public numbers.
+    """
+    if not untyped:
+        return tuple(columns), plan
+    how = plan.preprocessing
+    if isinstance(how, PublicScaling):
+        raise WeightclipError(f"column {untyped[0]!r} has no declared type: PublicScaling needs one, give a schema.")
+    sigma = 0.0
+    if isinstance(how, PrivateScaling):
+        share = min(_defaults.KINDS_SHARE, (1 - (how.share or 0.0)) / 4)
+        sigma = 1 / (_mu(plan.epsilon, plan.delta) * math.sqrt(share))
+        paid = Mechanism("gaussian", sigma, 1.0, 1, label=f"kinds of {len(untyped)} columns")
+        plan = replace(plan, spent=(*plan.spent, paid))
+    kinds = column_kinds([arrays[c].tolist() for c in untyped], sigma, plan.streams, "table/kinds")
+    found = dict(zip(untyped, kinds, strict=True))
+    settled = (c if found.get(c.name, c.kind) == c.kind else Column(c.name, found[c.name]) for c in columns)
+    return tuple(settled), plan
 
 
 def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], target: str, plan: Plan):
@@ -162,17 +194,23 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
 
 
 def _preprocess(table: Table, plan: Plan, n: int) -> Fitted:
+    fitted = _statistics(table, plan, n)
+    notes = [f"{m.label} without a declared type were voted on privately and are paid for" for m in plan.spent]
+    return replace(fitted, mechanisms=(*plan.spent, *fitted.mechanisms), statements=(*notes, *fitted.statements))
+
+
+def _statistics(table: Table, plan: Plan, n: int) -> Fitted:
     how = plan.preprocessing
     pieces = how.pieces or _defaults.pieces(n, plan.epsilon)
     if isinstance(how, NonPrivateScaling):
         warnings.warn(
             "NonPrivateScaling reads feature statistics from private rows and does not pay for them: the model is not "
-            "differentially private (epsilon = inf).", UserWarning, stacklevel=5,
+            "differentially private (epsilon = inf).", UserWarning, stacklevel=6,
         )  # fmt: skip
         return fit_unprotected(table, pieces)
     if isinstance(how, PublicScaling):
         return fit_public(table, pieces)
-    mu = gdp_mu(plan.epsilon, plan.delta)  # of the one Gaussian mechanism that spends the whole budget
+    mu = _mu(plan.epsilon, plan.delta)  # of the one Gaussian mechanism that spends the whole budget
     share = how.share
     if share is None:
         share = _defaults.share(lack_of_precision(table.columns, 1 / (mu * math.sqrt(0.1)), n))
@@ -185,7 +223,7 @@ def _center(fitted: Fitted, table: Table, plan: Plan, n: int) -> Fitted:
         return center(fitted, table, 0.0, plan.streams, n)
     if isinstance(plan.preprocessing, PublicScaling):
         return fitted
-    mu, width = gdp_mu(plan.epsilon, plan.delta), fitted.encoder.width
+    mu, width = _mu(plan.epsilon, plan.delta), fitted.encoder.width
     left = 1 - (plan.preprocessing.share or 0.2)  # no share that is not asked for exceeds 0.2
     share = min(left / 2, _defaults.center_share(center_error(width, 1 / (mu * math.sqrt(0.02)), n)))
     sigma = 1 / (mu * math.sqrt(share))
