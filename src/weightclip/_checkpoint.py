@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import secrets
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,17 @@ from torch import Tensor
 
 from weightclip._checkpoint_checks import alone, check_ledger
 from weightclip._streams import Streams
-from weightclip.errors import ContractError, WeightclipError
+from weightclip.errors import ContractError, UncountedReleases, WeightclipError
 
 if TYPE_CHECKING:
     from weightclip.engine import PrivacyEngine
 
 FORMAT = 2
 _LEDGER = "ledger.json"
+_UNCOUNTED = (
+    "resumed without a ledger: releases made after this checkpoint was saved, or by other resumes from it, are not "
+    "counted; use PrivacyEngine(ledger=path)."
+)
 
 
 def save(engine: PrivacyEngine, path: Any) -> None:
@@ -41,6 +46,7 @@ def save(engine: PrivacyEngine, path: Any) -> None:
         "budget": engine.budget, "resumed": engine._resumed, "gains": engine._gains.state(tensors),
         "quantiles": None if engine._quantiles is None else engine._quantiles.state(),
         "optimizer": _flatten(engine.optimizer.state_dict(), tensors), "streams": None, "data": None,
+        "file": None if engine._ledger is None else engine._ledger.state(),
     }  # fmt: skip
     if not engine.streams.is_secure:
         ledger["streams"], ledger["data"] = engine.streams.state(), fingerprint(engine, engine.streams)
@@ -77,7 +83,9 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
     """Resume a run; see :meth:`weightclip.PrivacyEngine.load`.
 
     Formal guarantees:
-        Steps counted are never fewer than those this engine or the checkpoint has charged. Unless ``exact``, noise and
+        With a ledger, what is counted is what the ledger holds, and a ledger that holds less than the checkpoint knows
+        of is refused. Without one, steps counted are never fewer than those this engine or the checkpoint has charged;
+        releases between the save and the end of that run are not known. Unless ``exact``, noise and
         draws come from streams no earlier step has used, so no two sums ever share noise. With ``exact`` they are those
         the run would have used without the interruption, and data, settings and random states are checked or restored
         to be the same: steps that are run again are the same steps. A loop that draws other random numbers than
@@ -86,8 +94,10 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
     if engine.model is None:
         raise ContractError("call make_private with the run's settings first, then load.")
     ledger, tensors = _read(Path(path))
+    _check_file(engine, ledger)
     mine = _settings(engine)
-    public = ("noise_multiplier", "sample_rate", "expected_batch_size", "mechanism")
+    # one count of steps stands for one mechanism; a ledger holds each run's own
+    public = () if engine._ledger else ("noise_multiplier", "sample_rate", "expected_batch_size", "mechanism")
     for name in mine if exact else public:
         if ledger["settings"][name] != mine[name]:
             raise ContractError(
@@ -108,8 +118,13 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
     except ValueError as error:
         raise ContractError(f"the checkpoint holds another optimizer: {error}") from error
     engine.model.load_state_dict(weights)
-    engine.steps = max(engine.steps, ledger["steps"])  # releases made beyond the checkpoint stay charged
-    engine.loader.load_state_dict({"draws": ledger["draws"]})
+    if engine._ledger is None:
+        engine.steps = max(engine.steps, ledger["steps"])  # releases made beyond the checkpoint stay charged
+        engine._uncounted = True
+    if exact:  # nothing was released after these draws, or the same will be
+        engine.loader.draws, engine.loader._unfinished = ledger["draws"], None
+    else:
+        engine.loader.load_state_dict({"draws": ledger["draws"]})
     engine.streams, engine.loader.streams, engine._resumed = streams, streams, resumed
     engine._drop_sum()
     engine._info = None
@@ -119,6 +134,8 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
     if exact:
         engine._gains.restore(ledger["gains"], tensors)
         _restore_random_states({k[len("random.") :]: v for k, v in tensors.items() if k.startswith("random.")})
+    if engine._uncounted:  # last, so that a warning taken for an error leaves nothing half loaded
+        warnings.warn(_UNCOUNTED, UncountedReleases, stacklevel=3)
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -150,6 +167,21 @@ def _changed(path: Path, text: str) -> bool:
         return False
 
 
+def _check_file(engine: PrivacyEngine, ledger: dict[str, Any]) -> None:
+    """A checkpoint goes with the ledger that counted its releases, which must still hold them."""
+    known, mine = ledger.get("file"), engine._ledger
+    if mine is None:
+        if known is not None:
+            raise ContractError("the checkpoint's releases are in a ledger: pass it as PrivacyEngine(ledger=path).")
+    elif known is None or known["id"] != mine.state()["id"]:
+        raise ContractError(f"the checkpoint's releases are not in the ledger {mine.path}: use the ledger of its run.")
+    elif known["charges"] > mine.charges or not mine.knows(known["head"]):
+        raise ContractError(
+            f"ledger {mine.path} counts {mine.charges} releases and lacks some of the checkpoint's {known['charges']}: "
+            "restore the file."
+        )
+
+
 def _settings(engine: PrivacyEngine) -> dict[str, Any]:
     """What must be the same for the same noise to meet the same sums."""
     release = engine._release
@@ -170,7 +202,8 @@ def _same_streams(engine: PrivacyEngine, ledger: dict[str, Any]) -> Streams:
     if ledger["streams"]["seed"] != engine.streams.state()["seed"]:
         raise ContractError("exact resume needs the same generator seed as the saved run.")
     if engine.steps > ledger["steps"]:
-        raise ContractError("this engine is past the checkpoint: resume exactly with a fresh engine.")
+        how = "load it without exact=True" if engine._ledger else "resume exactly with a fresh engine"
+        raise ContractError(f"this engine or its ledger is past the checkpoint: {how}.")
     streams = Streams.from_state(ledger["streams"])
     if fingerprint(engine, streams) != ledger["data"]:
         raise ContractError("the data set differs from the saved run's: the same noise must not meet other data.")

@@ -15,6 +15,7 @@ from weightclip._criterion import PrivateCriterion
 from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import OutputGate, Passage
 from weightclip._knorm import Entrywise
+from weightclip._ledger import Ledger
 from weightclip._record import Recorder
 from weightclip._release import Release
 from weightclip._streams import Streams
@@ -51,6 +52,7 @@ class TrainingLoop:
     device: torch.device
     budget: int | None
     steps: int
+    _ledger: Ledger | None
     plan: Plan
     _plans: dict[tuple[bool, ...], Plan]
     _loss_bounds: dict[tuple[int, ...], float]
@@ -318,10 +320,14 @@ class TrainingLoop:
             self._quantiles.release(self.streams, step)
 
     def _charge(self) -> int:
-        """Count one release of the present draw, which is spent by it: a second one would not be a fresh sample."""
-        step, self.steps = self.steps, self.steps + 1
-        self._reset_batch()
+        """Count one release of the present draw, which is spent by it: a second one would not be a fresh sample.
+
+        With a ledger the count is on the disk when this returns; its number is one no run on the ledger ever had.
+        """
+        self._reset_batch()  # first: a charge that fails leaves no draw half spent
         self._info = None
+        step = self.steps if self._ledger is None else self._ledger.charge(self._steps_left())
+        self.steps = step + 1
         return step
 
     def _after_step(self, *_: Any) -> None:

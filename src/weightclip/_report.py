@@ -26,6 +26,11 @@ NOT_COVERED = (
     "rounding of one record's own activations where it depends on the shape of its batch (records on a kink of ReLU)",
     "other computations of the training loop on the records",
 )
+UNCOUNTED = (
+    "releases made after the checkpoint this run was resumed from, by the run that saved it or by other resumes: only "
+    "a ledger (PrivacyEngine(ledger=path)) counts them"
+)
+LEDGER = "deleting the ledger, or writing another in its place: its checksums are no signature"
 ROUNDING = "rounding of float32 sums over records (Product.fast)"
 
 
@@ -73,7 +78,18 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
         "adaptive": None if engine._quantiles is None else engine._quantiles.report(),
         "joint_cap": any(t is not None for t in engine._release.joint),
         "secure_noise": engine.streams.is_secure,
-        "not_covered": [*NOT_COVERED, *([] if engine.bounds.product.covered else [ROUNDING])],
+        "ledger": None if engine._ledger is None else engine._ledger.state(),
+        "not_covered": [*NOT_COVERED, *([] if engine.bounds.product.covered else [ROUNDING]),
+                        *([UNCOUNTED] if engine._uncounted else []), *([LEDGER] if engine._ledger else [])],
+    }  # fmt: skip
+
+
+def public_constants(engine: PrivacyEngine) -> dict[str, Any]:
+    """What a ledger says about a run besides its mechanism."""
+    return {
+        "expected_batch_size": engine.expected_batch_size, "accountant": engine.accountant,
+        "delta": getattr(engine, "target_delta", None), "secure_noise": engine.streams.is_secure,
+        "weightclip": _version("weightclip"),
     }  # fmt: skip
 
 

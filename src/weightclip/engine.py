@@ -19,6 +19,7 @@ from weightclip._fused_step import FusedStep
 from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import InputProjection, OutputGate, ShapeGuard
 from weightclip._knorm import Entrywise, KNorm, calibrate_epsilon0
+from weightclip._ledger import Ledger
 from weightclip._loop import TrainingLoop
 from weightclip._record import Recorder
 from weightclip._release import Release, largest_batch, sum_slack
@@ -51,21 +52,26 @@ class PrivacyEngine(TrainingLoop):
 
     Args:
         accountant: "pld" (tight, default) or "rdp" (as in the paper).
+        ledger: A file in which every release is counted before it happens; made if there is none. An engine on a ledger
+            that holds charges goes on from them. One engine at a time may hold it, until :meth:`detach`.
+        ledger_block: Releases counted by one durable write; a run that is killed over-counts by at most that many.
 
     Formal guarantees:
         After T calls of ``optimizer.step()`` that released a gradient, everything released (the weights after every
         step, and ``p.grad`` after each) is (epsilon, delta)-DP with ``get_epsilon(delta)``, for data sets that differ
         by adding or removing one record (or replacing one, if asked). Public: initial weights, shapes, bounds, sampling
         rate q, expected batch size b, number of steps. Not covered: values of the training loss, anything else the
-        loop computes from the records. See ``report()["not_covered"]``.
+        loop computes from the records. See ``report()["not_covered"]``. With a ledger this holds for everything all
+        its runs released, however often they were killed and resumed; without one, for what this engine released.
     """
 
-    def __init__(self, accountant: str = "pld") -> None:
+    def __init__(self, accountant: str = "pld", *, ledger: Any = None, ledger_block: int = 1) -> None:
         if accountant not in ("pld", "rdp"):
             raise WeightclipError(f"accountant must be 'pld' or 'rdp', got {accountant!r}.")
         self.accountant = accountant
         self.model: nn.Module | None = None
-        self.steps = 0  # releases charged, also those of an abandoned branch of the run
+        self._ledger = None if ledger is None else Ledger(ledger, ledger_block)
+        self.steps = 0 if self._ledger is None else self._ledger.charges  # also those of abandoned or killed runs
         self.budget: int | None = None
 
     # -- putting the pieces on -------------------------------------------------------------------------------------
@@ -127,6 +133,8 @@ class PrivacyEngine(TrainingLoop):
         refuse_early_hooks(module)
         self.bounds = bounds or Bounds(input_radius=1.0)
         self.streams = Streams.secure() if generator is None else Streams.seeded(generator)
+        if self.steps:  # a seed that an earlier run on the ledger used too: neither its noise nor its draws again
+            self.streams = self.streams.advance(self.steps)
         self.loader = PoissonLoader(
             data_loader, sample_rate=sample_rate, streams=self.streams, steps_left=self._steps_left,
             max_physical_batch_size=max_physical_batch_size, on_batch=self._on_batch,
@@ -161,6 +169,9 @@ class PrivacyEngine(TrainingLoop):
             knorm=mechanism,
         )  # fmt: skip
         self._release.scales(self._release.sensitivities(self._evaluate()))  # refuses before anything is changed
+        if self._ledger is not None:
+            self._ledger.begin(self._mechanism(1), self.adjacency, _TAIL, _report.public_constants(self))
+            self.loader.draws = self.steps
         self._clip()
         self._sensitivities, self._factors = self._release.sensitivities(self._evaluate()), None
         self.model, self.optimizer, self.criterion = module, optimizer, PrivateCriterion(criterion, loss, self)
@@ -170,7 +181,7 @@ class PrivacyEngine(TrainingLoop):
         self._plans, self._loss_bounds = {self._watch.modes(): self.plan}, {}
         self._reset_batch()
         self._info = None
-        self._resumed = 0
+        self._resumed, self._uncounted = 0, False
         return module, optimizer, self.loader, self.criterion
 
     def make_private_with_epsilon(
@@ -179,7 +190,8 @@ class PrivacyEngine(TrainingLoop):
         """Make training private with a total budget: sigma is the smallest that keeps epsilon after ``epochs`` passes.
 
         Takes every argument of :meth:`make_private` but ``noise_multiplier``. When the budget is spent the loader ends
-        with a warning and a further ``step()`` raises :class:`weightclip.BudgetSpent`.
+        with a warning and a further ``step()`` raises :class:`weightclip.BudgetSpent`. Charges that a ledger holds
+        already count in the budget, in steps and in epsilon.
 
         Formal guarantees:
             Those of the class, with ``get_epsilon(target_delta) <= target_epsilon`` however long the loop runs.
@@ -194,10 +206,12 @@ class PrivacyEngine(TrainingLoop):
         n = len(data_loader.dataset)  # type: ignore[arg-type]
         if 0 < target_delta < 1 and target_delta >= 1 / n:
             warnings.warn(f"target_delta = {target_delta:g} is not below 1/{n}: choose it far smaller.", stacklevel=2)
-        left = target_delta - steps * _TAIL if 0 < target_delta < 1 else target_delta
+        left = target_delta - max(steps, self.steps) * _TAIL if 0 < target_delta < 1 else target_delta
         spend = (target_epsilon, left, q, steps, self.accountant, adjacency)
         sigma = 1 / calibrate_epsilon0(*spend) if settings.get("mechanism") else calibrate_sigma(*spend)
-        self.budget = steps
+        if self._ledger is not None:
+            sigma = self._ledger.sigma_within(sigma, bool(settings.get("mechanism")), *spend)
+        self.budget = max(steps, self.steps)
         self.target_epsilon, self.target_delta = target_epsilon, target_delta
         return self.make_private(data_loader=data_loader, noise_multiplier=sigma, **settings)
 
@@ -251,7 +265,9 @@ class PrivacyEngine(TrainingLoop):
         self._release.sigma = self._quantiles.gradient_sigma
 
     def detach(self) -> nn.Module:
-        """Take the engine off: hooks removed, layers back to their native classes, weights as they are."""
+        """Take the engine off: hooks removed, layers native again, weights as they are, the ledger free for others."""
+        if self._ledger is not None:
+            self._ledger.close()
         if self.model is None or not self._handles:
             raise ContractError("this engine has no private model: call make_private first.")
         for handle in self._handles:
@@ -271,15 +287,19 @@ class PrivacyEngine(TrainingLoop):
     # -- what was spent ---------------------------------------------------------------------------------------------
 
     def mechanisms(self) -> list[Mechanism]:
-        """What was released so far, as the accountant sees it."""
-        if self.steps == 0:
-            return []
+        """What was released so far, as the accountant sees it; with a ledger, by all its runs."""
+        if self._ledger is not None:
+            return self._ledger.mechanisms()
+        return [self._mechanism(self.steps)] if self.steps else []
+
+    def _mechanism(self, steps: int) -> Mechanism:
+        """``steps`` releases of this engine."""
         q, sigma = self.loader.sample_rate, self.noise_multiplier
         if self._release.knorm is not None and sigma > 0:
             label = f"noisy gradients ({self._release.knorm})"
-            return [Mechanism("pure", None, q, self.steps, 1 / sigma, label=label)]
-        label = "noisy gradients" if self._quantiles is None else "noisy gradients and quantiles"
-        return [Mechanism("gaussian", sigma=sigma, q=q, steps=self.steps, label=label)]
+            return Mechanism("pure", None, q, steps, 1 / sigma, label=label)
+        label = "noisy gradients" if self.bounds.adaptive is None else "noisy gradients and quantiles"
+        return Mechanism("gaussian", sigma=sigma, q=q, steps=steps, label=label)
 
     def get_epsilon(self, delta: float) -> float:
         """epsilon of everything released so far, at ``delta``."""
@@ -324,6 +344,9 @@ class PrivacyEngine(TrainingLoop):
 
     def load(self, path: Any, *, exact: bool = False) -> None:
         """Resume from :meth:`save`. By default with fresh noise, charging replayed steps again.
+
+        With a ledger the count is the ledger's, never the checkpoint's. Without one, releases made after the checkpoint
+        was saved are known to nobody: a warning and ``report()["not_covered"]`` say so.
 
         ``exact=True`` (only with ``generator=``) continues the very same noise and draws; the data set must be the
         same, which is checked by a keyed hash.

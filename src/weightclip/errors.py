@@ -15,5 +15,9 @@ class ContractError(WeightclipError, RuntimeError):
     """The training loop did something under which the guarantee would not hold."""
 
 
+class UncountedReleases(UserWarning):
+    """A run was resumed without a ledger: nothing says how much was released after its checkpoint was saved."""
+
+
 class BudgetSpent(ContractError):
     """The privacy budget is spent: no further step may be released."""

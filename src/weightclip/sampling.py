@@ -217,11 +217,15 @@ class PoissonLoader:
         return {"draws": self.draws - (self._unfinished == self.draws - 1)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue with the draw after those counted in `state`."""
+        """Continue with the draw after those counted in `state`, or after those this loader has handed out completely.
+
+        A draw may have been released: going back to it would release it once more, with fresh noise and no fresh
+        sample.
+        """
         draws = state.get("draws")
         if not isinstance(draws, int) or draws < 0:
             raise WeightclipError(f"loader state needs a count 'draws' >= 0, got {draws!r}")
-        self.draws, self._unfinished = draws, None
+        self.draws, self._unfinished = max(draws, self.state_dict()["draws"]), None
 
     def indices(self, draw: int) -> np.ndarray:
         """The record numbers of a draw; they are as private as the records themselves."""

@@ -75,13 +75,17 @@ def settings_json(settings: Settings) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v if isinstance(v, plain) else repr(v) for k, v in raw.items()}
 
 
-def recompute(report: dict[str, Any]) -> float:
-    """ε from the mechanisms a report lists, at its δ."""
-    mechanisms = [
-        Mechanism(m["kind"], m.get("sigma"), m["q"], m["steps"], m.get("epsilon0"))
+def mechanisms_of(report: dict[str, Any]) -> list[Mechanism]:
+    """The mechanisms a report lists."""
+    return [
+        Mechanism(m["kind"], m.get("sigma"), m["q"], m["steps"], m.get("epsilon0"), m.get("label", ""))
         for m in report["mechanisms"]
     ]  # fmt: skip
-    return epsilon(mechanisms, report["delta"], report["accountant"], report["adjacency"].lower())
+
+
+def recompute(report: dict[str, Any]) -> float:
+    """ε from the mechanisms a report lists, at its δ."""
+    return epsilon(mechanisms_of(report), report["delta"], report["accountant"], report["adjacency"].lower())
 
 
 def _entry(m: Mechanism, delta: float, accountant: str) -> dict[str, Any]:

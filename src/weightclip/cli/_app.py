@@ -17,7 +17,7 @@ import typer
 
 from weightclip.errors import WeightclipError
 
-COMMANDS = ("train", "predict", "certify", "importances", "audit", "reproduce", "tune", "bench", "data")
+COMMANDS = ("train", "predict", "certify", "verify", "importances", "audit", "reproduce", "tune", "bench", "data")
 """In the order ``--help`` shows them; each lives in ``_<name>.py`` as a function or as a typer ``app`` of its own."""
 
 _LONGEST = 1000  # characters of an error: options may be of any length

@@ -1,0 +1,144 @@
+"""``weightclip verify``: epsilon from a ledger or a model folder alone, against what they claim."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightclip.errors import WeightclipError
+
+if TYPE_CHECKING:
+    from weightclip.accounting import Mechanism
+
+_TOLERANCE = 1e-6  # of epsilon, relative
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="LEDGER|MODEL", help="ledger file, or model folder")],
+    delta: Annotated[float | None, typer.Option(help="failure probability (default: the one recorded)")] = None,
+    accountant: Annotated[
+        str | None, typer.Option(help="pld or rdp (default: the model's own, pld for ledgers)")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+) -> None:
+    """Recompute epsilon from the file alone; exit code 0 only if nothing was changed and claims are true.
+
+    Example: weightclip verify run.ledger --delta 1e-5
+    """
+    if delta is not None and not 0 < delta < 1:
+        raise typer.BadParameter("delta must lie strictly between 0 and 1", param_hint="--delta")
+    if accountant not in (None, "pld", "rdp"):
+        raise typer.BadParameter(f"must be pld or rdp, got {accountant}", param_hint="--accountant")
+    if not path.exists():
+        raise WeightclipError(f"{path} does not exist: give a ledger file or a model folder.")
+    with _patience("recomputing epsilon"):
+        result = (_model if path.is_dir() else _ledger)(path, delta, accountant)
+    if as_json:
+        print(json.dumps(result))
+        return
+    print(f"{result['kind']:<11}{path}: {result['summary']}")
+    for m in result["mechanisms"]:
+        size = f"sigma {m['sigma']:.6g}" if m["sigma"] is not None else f"epsilon0 {m['epsilon0']:.6g}"
+        print(f"{m['charges']:>10,} x {m['kind']}, {size}, q {m['q']:.6g}{', ' + m['label'] if m['label'] else ''}")
+    shown = result["epsilon"] if isinstance(result["epsilon"], str) else f"{result['epsilon']:.6g}"
+    print(f"epsilon    {shown} at delta {result['delta']:g} ({result['accountant']}, {result['adjacency']})")
+    print("ok")
+
+
+def _ledger(path: Path, delta: float | None, accountant: str | None) -> dict[str, Any]:
+    from weightclip._ledger_format import read
+
+    book = read(path)
+    recorded = [run["public"]["delta"] for run in book.runs if run["public"].get("delta") is not None]
+    if delta is None:
+        if not recorded:
+            raise typer.BadParameter("the ledger records no delta: give one", param_hint="--delta")
+        delta = float(min(recorded))
+    accountant = accountant or "pld"
+    torn = f", {book.torn} of them for a torn last line" if book.torn else ""
+    return {
+        "kind": "ledger", "ok": True, "epsilon": _number(book.epsilon(delta, accountant)), "delta": delta,
+        "accountant": accountant, "adjacency": book.adjacency.value, "charges": book.charges, "runs": len(book.runs),
+        "torn": book.torn, "id": book.id, "head": book.head, "mechanisms": _rows(book.mechanisms()),
+        "summary": f"{book.charges:,} charges in {len(book.runs)} run(s){torn}; no line changed; head {book.head}",
+    }  # fmt: skip
+
+
+def _model(path: Path, delta: float | None, accountant: str | None) -> dict[str, Any]:
+    from weightclip._tabular import _folder
+    from weightclip._tabular._card import model_card
+    from weightclip._tabular._report import mechanisms_of
+    from weightclip.accounting import epsilon
+
+    if (path / "ledger.json").is_file() and not (path / _folder.CHECKSUMS).is_file():
+        raise WeightclipError(f"{path} is a checkpoint of an engine: verify the ledger of its run instead.")
+    _, pipeline, report = _folder.load(path)
+    try:
+        mechanisms = mechanisms_of(report)
+        relation, stated, claimed = report["adjacency"].lower(), report["delta"], float(report["epsilon"])
+        found = epsilon(mechanisms, stated, report["accountant"], relation)
+        for m, entry in zip(mechanisms, report["mechanisms"], strict=True):
+            _agree(path, entry["epsilon"], epsilon([m], stated, report["accountant"], relation), stated)
+        if any(line.startswith("NOT PRIVATE") for line in report["preprocessing"]):
+            found = math.inf  # statistics that were read without paying
+        card = model_card(pipeline, report)
+        statement = report["statement"]
+    except WeightclipError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise WeightclipError(
+            f"model {path}: its privacy report is not complete ({type(error).__name__}: {error})."
+        ) from error
+    _agree(path, claimed, found, stated)
+    said = f"({claimed:.4g}, {stated:g})-"
+    if not statement.startswith(said) or card.encode() != (path / _folder.CARD).read_bytes():
+        raise WeightclipError(f"model {path}: its statement or its card does not say what its report says.")
+    by, at = accountant or str(report["accountant"]), float(stated) if delta is None else delta
+    value = found if math.isinf(found) else epsilon(mechanisms, at, by, relation)
+    return {
+        "kind": "model", "ok": True, "epsilon": _number(value), "delta": at, "accountant": by,
+        "adjacency": relation, "charges": sum(m.steps for m in mechanisms), "claimed": report["epsilon"],
+        "claimed_delta": stated, "mechanisms": _rows(mechanisms),
+        "summary": f"files unchanged; claims epsilon {claimed:.6g} at delta {stated:g}, which is true",
+    }  # fmt: skip
+
+
+def _agree(path: Path, claim: Any, found: float, delta: float) -> None:
+    claimed = float(claim)
+    if not (found == claimed or abs(found - claimed) <= _TOLERANCE * claimed):
+        raise WeightclipError(
+            f"model {path} claims epsilon {claimed:.6g}, but its mechanisms amount to {found:.6g} at delta {delta:g}."
+        )
+
+
+def _rows(mechanisms: Sequence[Mechanism]) -> list[dict[str, Any]]:
+    return [{"kind": m.kind, "sigma": m.sigma, "epsilon0": m.epsilon0, "q": m.q, "charges": m.steps, "label": m.label}
+            for m in mechanisms]  # fmt: skip
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else "inf"
+
+
+@contextlib.contextmanager
+def _patience(text: str) -> Iterator[None]:
+    """Shows that something is going on, if it takes more than two seconds."""
+    from rich.console import Console
+
+    status = Console(stderr=True).status(text)
+    timer = threading.Timer(2.0, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
