@@ -82,7 +82,7 @@ def test_regressor(loss, span):
     low, high = model.model_.target_range
     assert np.all((model.predict(X * 100) >= low) & (model.predict(X * 100) <= high))
     labels = [m["label"] for m in model.privacy_report_["mechanisms"]]
-    assert ("ranges of 1 columns" in labels) == (span is None)
+    assert ("range of the target" in labels) == (span is None) and "quantiles of the target" in labels
 
 
 def test_default_delta_is_public_arithmetic():

@@ -12,6 +12,7 @@ from typing import Any
 
 from weightclip._fast_mlp import Settings
 
+AGREEMENT_SHARE = 0.04  # part of the precision spent on a regressor's last look at its predictions
 KINDS_SHARE = 0.03  # part of the precision spent on a vote about kinds, where a column has no declared type
 
 

@@ -20,7 +20,8 @@ from ._table import BLOCK, Table
 
 _RADIUS = 1.5  # of centered features, in units of their typical norm
 _ONE = 2.0**30  # sums of features are kept in whole units of 1/_ONE
-_LEVELS, _FEW_LEVELS = 8, 5  # trees that find quantiles have 2^8 leaves, or 2^5 where the noise is large
+_EXPECTED_CODES = 10  # of a column whose categories are not declared
+LEVELS, FEW_LEVELS = 8, 5  # trees that find quantiles have 2^8 leaves, or 2^5 where the noise is large
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def fit_private(table: Table, sigma: float, pieces: int, streams: Streams, n: in
         codes = dict(zip(hashed, found, strict=True))
     forest = None
     if numeric:
-        levels = _LEVELS if encoder_error(columns, sigmas["quantiles"], n) < 0.1 else _FEW_LEVELS
+        levels = LEVELS if encoder_error(columns, sigmas["quantiles"], n) < 0.1 else FEW_LEVELS
         grids = [mixed_grid(*spans[j], levels) for j in numeric]
         forest = Forest(grids, table.blocks, numeric, sigmas["quantiles"], streams, "table/quantiles")
     parts: list[Pieces | Codes] = []
@@ -274,6 +275,12 @@ def center(fitted: Fitted, table: Table, sigma: float, streams: Streams, n: int)
     )  # fmt: skip
 
 
+def expected_width(columns: Sequence[Column], pieces: int) -> int:
+    """Number of features one may expect, from public values: a released number must not decide how much is spent."""
+    width = {"numeric": pieces, "flag": 1, "categorical": _EXPECTED_CODES}
+    return sum(width[c.kind] if c.categories is None else len(c.categories) for c in columns)
+
+
 def center_error(width: int, sigma: float, n: int) -> float:
     """Expected norm of the error of the private mean, from public values; the features have norm about 1."""
     return sigma * math.sqrt(2 * width) / n
@@ -311,7 +318,7 @@ def fit_unprotected(table: Table, pieces: int) -> Fitted:
 def encoder_error(columns: Sequence[Column], sigma: float, n: int) -> float:
     """Expected error of the private quantiles as a share of n, from public values: above about 0.1 they are noise."""
     numeric = sum(c.kind == "numeric" for c in columns)
-    return sigma * _LEVELS * math.sqrt(numeric) / 2 / n
+    return sigma * LEVELS * math.sqrt(numeric) / 2 / n
 
 
 def lack_of_precision(columns: Sequence[Column], sigma: float, n: int) -> float:

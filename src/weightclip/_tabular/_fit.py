@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
@@ -23,10 +23,9 @@ from ._columns import Column
 from ._encoder import (
     Encoder,
     Fitted,
-    Pieces,
-    at_least_one_feature,
     center,
     center_error,
+    expected_width,
     fit_private,
     fit_public,
     fit_unprotected,
@@ -35,10 +34,10 @@ from ._encoder import (
 from ._model import Model, fold
 from ._private import column_kinds
 from ._report import privacy_report, settings_json
-from ._table import Table
+from ._table import BLOCK, Table
+from ._target import Target, agreement, fit_target
 
 _IN_MEMORY = 1 << 28  # features kept at once; larger tables are encoded draw by draw
-_TARGET = "(target)"
 _mu = functools.lru_cache(accounting.gdp_mu)
 
 
@@ -104,6 +103,7 @@ class Plan:
         records: Public number of records; None declares the true one public.
         objective: Makes the objective that is trained from the plain one and the labels (sample weights).
         spent: What was released of the records before the fit, within the same budget.
+        columns: The columns as declared, before any kind was voted on: what is spent follows from these alone.
     """
 
     epsilon: float
@@ -118,6 +118,7 @@ class Plan:
     records: int | None = None
     objective: Callable[[Objective, np.ndarray], Objective] = lambda inner, _: inner
     spent: tuple[Mechanism, ...] = ()
+    columns: tuple[Column, ...] | None = None
 
 
 def find_kinds(
@@ -129,6 +130,7 @@ def find_kinds(
         One Gaussian mechanism (`column_kinds`), listed in the plan's `spent`. Its multiplier and the columns that take
         part follow from declared types and public numbers.
     """
+    plan = replace(plan, columns=tuple(columns))
     if not untyped:
         return tuple(columns), plan
     how = plan.preprocessing
@@ -161,7 +163,7 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
         and types, the classes and the plan.
     """
     n = plan.records or len(table)
-    fitted = _center(_preprocess(table, plan, n), table, plan, n)
+    fitted = _center(_preprocess(table, plan, n, _sigma(table, plan, n)), table, plan, n)
     objective = Logistic() if len(classes) == 2 else Softmax(len(classes))
     run = _train(table, fitted, codes, objective, plan, n)
     model = Model(fitted.encoder, fold(run.weights, run.settings.temperature), "classification", classes, target=target)
@@ -172,34 +174,69 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
 def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None, target: str, plan: Plan):
     """A private regressor: (model, report, run). As `fit_classifier`; `span` is the target's public range, if known."""
     n = plan.records or len(table)
-    column = Column(_TARGET, "numeric", *(span or (None, None)))
-    if span is None:  # the target's range is one more private statistic
-        extended = Table((*table.columns, column), table.values, extra=y)
-        fitted = _preprocess(extended, plan, n)
-        part = fitted.encoder.parts[-1]
-        assert isinstance(part, Pieces)
-        span = (part.edges[0], part.edges[-1])
-        fitted = replace(fitted, encoder=Encoder(table.columns, at_least_one_feature(fitted.encoder.parts[:-1])))
-    else:
-        fitted = _preprocess(table, plan, n)
-    fitted = _center(fitted, table, plan, n)
-    low, high = span
-    half = max((high - low) / 2, 1e-12 * max(1.0, abs(low), abs(high)))
+    sigma = _sigma(table, plan, n)
+    if isinstance(plan.preprocessing, PublicScaling):
+        if span is None:
+            raise WeightclipError("PublicScaling needs the public range of the target.")
+        scale = Target.public(*span)
+    else:  # one more private statistic, and the one that matters most: a third of what statistics get
+        scale, released = fit_target(y, span, sigma * math.sqrt(3), plan.streams, n)
+        plan = replace(plan, spent=(*plan.spent, *released))
+        sigma *= math.sqrt(3 / 2)
+    fitted = _center(_preprocess(table, plan, n, sigma), table, plan, n)
+    check = 0.0
+    if isinstance(plan.preprocessing, PrivateScaling):
+        left = 1 - (plan.preprocessing.share or 0.2)
+        check = 1 / (_mu(plan.epsilon, plan.delta) * math.sqrt(min(_defaults.AGREEMENT_SHARE, left / 4)))
+        paid = Mechanism("gaussian", check, 1.0, 1, label="agreement of predictions and targets")
+        fitted = replace(fitted, mechanisms=(*fitted.mechanisms, paid))
+    low, high = scale.low, scale.high
     # A record whose target is not finite takes part with zero gradient; the others are cut to the range.
-    scaled = np.clip((y - (low + high) / 2) / half, -1.0, 1.0)
+    scaled = (np.clip(y, low, high) - scale.middle) / scale.unit
+    scaled[~np.isfinite(y)] = math.nan
     run = _train(table, fitted, scaled, Huber() if plan.loss == "huber" else Absolute(), plan, n)
-    model = Model(fitted.encoder, fold(run.weights, run.settings.temperature), "regression", (), (low, high), target)
+    # Outputs of a model are in units of its range.
+    range_ = Target.public(low, high)
+    factor, shift = scale.unit / range_.unit, (scale.middle - range_.middle) / range_.unit
+    *inner, (w, b) = fold(run.weights, run.settings.temperature)
+    raw = Model(fitted.encoder, (*inner, (w, b)), "regression")
+    middle = float(raw.forward(np.zeros((1, fitted.encoder.width)))[0, 0])
+    swing = 1.0
+    if not isinstance(plan.preprocessing, PublicScaling):
+        swing = agreement(lambda: _predictions(raw, table, scaled), middle, check, plan.streams)
+    w, b = w * np.float32(swing), b * np.float32(swing) + np.float32((1 - swing) * middle)
+    last = (w * np.float32(factor), b * np.float32(factor) + np.float32(shift))
+    model = Model(fitted.encoder, (*inner, last), "regression", (), (low, high), target)
     public = {"target_range": [low, high], "settings": settings_json(run.settings)}
     return model, _report(fitted, run, plan, n, public), run
 
 
-def _preprocess(table: Table, plan: Plan, n: int) -> Fitted:
-    fitted = _statistics(table, plan, n)
-    notes = [f"{m.label} without a declared type were voted on privately and are paid for" for m in plan.spent]
+def _predictions(model: Model, table: Table, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Predictions and targets, some rows at a time."""
+    for start in range(0, len(table), BLOCK):
+        part = slice(start, start + BLOCK)
+        yield model.logits(np.asarray(table.values[part]))[:, 0], y[part]
+
+
+def _sigma(table: Table, plan: Plan, n: int) -> float:
+    """Noise multiplier of all feature statistics together, from public numbers; 0 where they are not paid for."""
+    how = plan.preprocessing
+    if not isinstance(how, PrivateScaling):
+        return 0.0
+    mu = _mu(plan.epsilon, plan.delta)  # of the one Gaussian mechanism that spends the whole budget
+    share = how.share
+    if share is None:
+        share = _defaults.share(lack_of_precision(plan.columns or table.columns, 1 / (mu * math.sqrt(0.1)), n))
+    return 1 / (mu * math.sqrt(share))
+
+
+def _preprocess(table: Table, plan: Plan, n: int, sigma: float) -> Fitted:
+    fitted = _statistics(table, plan, n, sigma)
+    notes = [f"{m.label}: released privately and paid for" for m in plan.spent]
     return replace(fitted, mechanisms=(*plan.spent, *fitted.mechanisms), statements=(*notes, *fitted.statements))
 
 
-def _statistics(table: Table, plan: Plan, n: int) -> Fitted:
+def _statistics(table: Table, plan: Plan, n: int, sigma: float) -> Fitted:
     how = plan.preprocessing
     pieces = how.pieces or _defaults.pieces(n, plan.epsilon)
     if isinstance(how, NonPrivateScaling):
@@ -210,20 +247,21 @@ def _statistics(table: Table, plan: Plan, n: int) -> Fitted:
         return fit_unprotected(table, pieces)
     if isinstance(how, PublicScaling):
         return fit_public(table, pieces)
-    mu = _mu(plan.epsilon, plan.delta)  # of the one Gaussian mechanism that spends the whole budget
-    share = how.share
-    if share is None:
-        share = _defaults.share(lack_of_precision(table.columns, 1 / (mu * math.sqrt(0.1)), n))
-    return fit_private(table, 1 / (mu * math.sqrt(share)), pieces, plan.streams, n)
+    return fit_private(table, sigma, pieces, plan.streams, n)
 
 
 def _center(fitted: Fitted, table: Table, plan: Plan, n: int) -> Fitted:
-    """Center the features where that is paid for or free, and where the noise leaves something of the mean."""
+    """Center the features where that is paid for or free, and where the noise leaves something of the mean.
+
+    How much is spent, and whether at all, follows from the declared columns: a multiplier that were chosen by released
+    features would not be covered by the accountant, which composes mechanisms fixed beforehand.
+    """
     if isinstance(plan.preprocessing, NonPrivateScaling):
         return center(fitted, table, 0.0, plan.streams, n)
     if isinstance(plan.preprocessing, PublicScaling):
         return fitted
-    mu, width = _mu(plan.epsilon, plan.delta), fitted.encoder.width
+    pieces = plan.preprocessing.pieces or _defaults.pieces(n, plan.epsilon)
+    mu, width = _mu(plan.epsilon, plan.delta), expected_width(plan.columns or table.columns, pieces)
     left = 1 - (plan.preprocessing.share or 0.2)  # no share that is not asked for exceeds 0.2
     share = min(left / 2, _defaults.center_share(center_error(width, 1 / (mu * math.sqrt(0.02)), n)))
     sigma = 1 / (mu * math.sqrt(share))
