@@ -90,3 +90,13 @@ def test_the_current_folder_can_be_replaced(models, tmp_path, monkeypatch):
     models[1].save(".", overwrite=True)
     assert np.array_equal(LipDPClassifier.load(tmp_path / "m").predict_proba(X), models[1].predict_proba(X))
     assert _folder.CHECKSUMS in os.listdir(tmp_path / "m")
+
+
+def test_somebody_who_was_faster_is_not_overwritten(models, tmp_path, monkeypatch):
+    """Two processes train into one new folder: the second one says so instead of replacing the first one's model."""
+    models[0].save(tmp_path / "m")
+    monkeypatch.setattr(_folder, "check_place", lambda *_: None)  # it looked before the first one was there
+    with pytest.raises(WeightclipError, match="cannot write the model"):
+        models[1].save(tmp_path / "m")
+    assert np.array_equal(LipDPClassifier.load(tmp_path / "m").predict_proba(X), models[0].predict_proba(X))
+    assert os.listdir(tmp_path) == ["m"]

@@ -90,6 +90,7 @@ OTHERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("certify two", ("certify", "{model}", "{model}"), ""),
     ("certify an empty name", ("certify", ""), "cannot read checksums.json"),
     ("tune an unknown set", ("tune", "nope"), "nope"),
+    ("tune into a file", ("tune", "adult", "--out", "{data}"), "File exists"),
     ("tune without trials", ("tune", "adult", "--trials", "0"), "--trials"),
     ("audit with an unknown option", ("audit", "--nope"), "--nope"),
 )  # fmt: skip

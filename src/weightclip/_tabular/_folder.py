@@ -68,7 +68,7 @@ def save(
                 file.flush()
                 os.fsync(file.fileno())
         os.chmod(temporary, 0o755)
-        _swap.put(temporary, folder)
+        _swap.put(temporary, folder, overwrite)
     except OSError as error:
         raise WeightclipError(f"cannot write the model to {folder} ({error.strerror or error}).") from error
     finally:

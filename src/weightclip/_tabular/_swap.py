@@ -12,14 +12,14 @@ from pathlib import Path
 _AT_FDCWD, _EXCHANGE = -100, 2  # of Linux' renameat2; macOS' renamex_np calls the same flag RENAME_SWAP
 
 
-def put(new: Path, folder: Path) -> None:
-    """Make `folder` be what `new` is; what stood there before is removed afterwards.
+def put(new: Path, folder: Path, overwrite: bool) -> None:
+    """Make `folder` be what `new` is; what stood there before is removed afterwards, if that is allowed.
 
     Where the system can exchange two names, `folder` names the old or the new one at every moment. Elsewhere the old
     one is set aside under `aside(folder)` between two renames, where `standing` finds it if the process dies there.
     """
-    if not folder.exists():
-        os.replace(new, folder)
+    if not overwrite or not folder.exists():
+        os.replace(new, folder)  # fails where somebody else was faster: a folder that holds files stays
     elif exchange(new, folder):
         shutil.rmtree(new)
     else:

@@ -87,6 +87,8 @@ def _run(arguments: Sequence[str] | None) -> Any:
             return _complain(error.format_message(), error.exit_code)  # type: ignore[attr-defined]
         if isinstance(error, WeightclipError):
             return _complain(str(error), 1)
+        if isinstance(error, OSError) and error.strerror:
+            return _complain(f"{error.filename or 'a file'}: {error.strerror}.", 1)
         # its own text is left out: whatever it is, it was not written with private values in mind
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{os.path.basename(last.filename)}:{last.lineno}"
