@@ -63,9 +63,10 @@ def test_weights_are_used_and_reported() -> None:
     assert model.score(X, X[:, 0] > 0) > 0.9
     assert any("sample weights count as part" in s for s in model.privacy_report_["not_covered"])
     assert model.epsilon_ == LipDPClassifier(**QUICK).fit(X, y).epsilon_  # they neither cost nor save epsilon
-    target = np.where(np.arange(N) < N // 2, X[:, 0], -X[:, 0])
-    regressor = LipDPRegressor(**QUICK, target_bounds=(-1, 1)).fit(X, target, sample_weight=list(weights))
-    assert regressor.score(X, X[:, 0]) > 0.5
+    target = np.where(np.arange(N) < N // 2, X[:, 0], -1.0)
+    regressor = LipDPRegressor(**QUICK, target_bounds=(-1, 1))
+    plain = regressor.fit(X, target).score(X, X[:, 0])
+    assert regressor.fit(X, target, sample_weight=list(weights)).score(X, X[:, 0]) > max(0.3, plain + 0.3)
 
 
 def test_weights_that_are_not_one_number_each() -> None:
