@@ -265,9 +265,26 @@ def test_schema_objects_and_files(tmp_path):
         assert [m["label"] for m in model.privacy_report_["mechanisms"]][0] == "quantiles of 3 columns"
 
 
-def test_large_tables_are_encoded_draw_by_draw(monkeypatch):
+def test_large_tables_are_encoded_once_in_half_precision(monkeypatch, tmp_path):
+    import os
+    import tempfile
+
     import weightclip._tabular._fit as fit
 
     plain = LipDPClassifier(**QUICK).fit(X, Y)
     monkeypatch.setattr(fit, "_IN_MEMORY", 0)
-    assert LipDPClassifier(**QUICK).fit(X, Y).predict_proba(X) == pytest.approx(plain.predict_proba(X))
+    half = LipDPClassifier(**QUICK).fit(X, Y)
+    assert half.predict_proba(X) == pytest.approx(plain.predict_proba(X), abs=1e-3)
+    # larger still: in a file that has no name
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fit, "_MAPPED", 0)
+    seen = []
+    real = fit.train_many
+
+    def watched(features, *rest, **settings):
+        seen.extend([features.dtype, os.listdir(tmp_path)])
+        return real(features, *rest, **settings)
+
+    monkeypatch.setattr(fit, "train_many", watched)
+    assert np.array_equal(LipDPClassifier(**QUICK).fit(X, Y).predict_proba(X), half.predict_proba(X))
+    assert str(seen[0]) == "torch.float16" and seen[1] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,12 +43,18 @@ class Pieces:
 
     def write(self, x: np.ndarray, out: np.ndarray) -> None:
         """Features of some raw values.  # rows -> rows x width"""
-        edges = np.array(self.edges)
+        pieces = len(self.edges) - 1
         present = np.isfinite(x)
-        clean = np.clip(np.where(present, x, edges[0]), edges[0], edges[-1])
-        steps = np.clip((clean[:, None] - edges[:-1]) / np.diff(edges), 0.0, 1.0) * 2 - 1
-        pieces = len(edges) - 1
-        out[:, :pieces] = np.where(present[:, None], steps / math.sqrt(pieces), 0.0)
+        gaps = not present.all()
+        clean = np.where(present, x, self.edges[0]) if gaps else x
+        clean = np.clip(clean, self.edges[0], self.edges[-1])
+        for k, (left, right) in enumerate(itertools.pairwise(self.edges)):
+            step = clean - left
+            step /= right - left
+            np.clip(step, 0.0, 1.0, out=step)
+            step *= 2 / math.sqrt(pieces)
+            step -= 1 / math.sqrt(pieces)
+            out[:, k] = np.where(present, step, 0.0) if gaps else step
         if self.missing:
             out[:, pieces] = ~present
 
@@ -254,10 +261,14 @@ def center(fitted: Fitted, table: Table, sigma: float, streams: Streams, n: int)
     encoder = fitted.encoder
     total = np.zeros(encoder.width + 1, dtype=np.int64)
     for start in range(0, len(table), BLOCK):
-        features = encoder.transform(np.asarray(table.values[start : start + BLOCK])).astype(np.float64)
-        features[~np.isfinite(features).all(axis=1)] = 0.0
-        total[:-1] += np.rint(features * _ONE).astype(np.int64).sum(axis=0)
-        total[-1] += np.rint(np.square(features).sum(axis=1) * _ONE).astype(np.int64).sum()
+        features = encoder.transform(np.asarray(table.values[start : start + BLOCK]))
+        wide = features.astype(np.float64)
+        squares = np.einsum("ij,ij->i", wide, wide)
+        if not (good := np.isfinite(squares)).all():
+            features[~good], squares[~good] = 0.0, 0.0
+        # a product with a power of two is exact, also in float32
+        total[:-1] += np.rint(features * np.float32(_ONE)).astype(np.int32).sum(axis=0, dtype=np.int64)
+        total[-1] += np.rint(squares * _ONE).astype(np.int64).sum()
     noisy = private.release(total / _ONE, 2 * (1 + 1e-5), sigma, streams, "table/means") / n
     mean, square = noisy[:-1], float(noisy[-1])
     noise = 2 * (sigma / n) ** 2 * encoder.width  # of the squared norm of the mean

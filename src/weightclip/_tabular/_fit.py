@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
+import torch
 
 from weightclip import accounting
 from weightclip._fast_mlp import Absolute, Budget, Huber, Logistic, Objective, Run, Softmax, train_many
@@ -37,7 +39,8 @@ from ._report import privacy_report, settings_json
 from ._table import BLOCK, Table
 from ._target import Target, agreement, fit_target
 
-_IN_MEMORY = 1 << 28  # features kept at once; larger tables are encoded draw by draw
+_IN_MEMORY = 1 << 28  # bytes of features in full precision; those of larger tables are kept in half precision
+_MAPPED = 1 << 31  # bytes of features in half precision beyond which they are kept in a mapped file
 _mu = functools.lru_cache(accounting.gdp_mu)
 
 
@@ -276,9 +279,8 @@ def _train(table: Table, fitted: Fitted, labels: np.ndarray, objective: Objectiv
         chosen["gradient_cap"] = chosen.get("gradient_cap", 0.3) if isinstance(objective, Huber) else None
     settings = _defaults.settings(n, plan.epsilon, encoder.width, objective.outputs, chosen)
     settings = replace(settings, input_radius=encoder.radius * (1 + 1e-6))
-    features: Any = _Lazy(table, encoder)
-    if len(table) * encoder.width * 4 <= _IN_MEMORY:
-        features = encoder.transform(table.values)
+    small = len(table) * encoder.width * 4 <= _IN_MEMORY
+    features = encoder.transform(table.values) if small else _half(table, encoder)
     budget = Budget(plan.epsilon, plan.delta, plan.accountant, fitted.mechanisms)
     objective = plan.objective(objective, labels)
     return train_many(
@@ -296,15 +298,22 @@ def _report(fitted: Fitted, run: Run, plan: Plan, n: int, public: dict[str, Any]
     )  # fmt: skip
 
 
-class _Lazy:
-    """Features that are computed when records are drawn."""
+def _half(table: Table, encoder: Encoder) -> torch.Tensor:
+    """Features of a large table, encoded once and kept in half precision: in memory, or in a file without a name.
 
-    def __init__(self, table: Table, encoder: Encoder) -> None:
-        self.table, self.encoder = table, encoder
-        self.shape = (len(table), encoder.width)
-
-    def rows(self, index: np.ndarray) -> np.ndarray:
-        return self.encoder.transform(np.asarray(self.table.values[index]))
+    Formal guarantees:
+        A row depends on its own record and the released encoder alone; its norm is taken from the rounded numbers.
+    """
+    shape = (len(table), encoder.width)
+    if 2 * shape[0] * shape[1] <= _MAPPED:
+        kept = torch.empty(shape, dtype=torch.float16)
+    else:  # nobody else can open it, and no kill leaves it behind
+        with tempfile.TemporaryFile(prefix="weightclip-") as file:
+            kept = torch.from_numpy(np.memmap(file, dtype=np.float16, mode="w+", shape=shape))
+    for start in range(0, len(table), BLOCK):
+        part = encoder.transform(np.asarray(table.values[start : start + BLOCK]))
+        kept[start : start + BLOCK] = torch.from_numpy(part)
+    return kept
 
 
 def _check_pieces(owner: str, pieces: int | None) -> None:

@@ -71,7 +71,10 @@ def places_of(y: np.ndarray, classes: np.ndarray) -> np.ndarray:
         places |= {word: places[digit] for word, digit in (("true", "1"), ("false", "0")) if digit in places}
     elif not {"0", "1"} & places.keys():
         places |= {digit: places[word] for word, digit in (("true", "1"), ("false", "0")) if word in places}
-    return np.array([places.get(canonical(label), -1) for label in y.tolist()], dtype=np.int64)
+    if y.dtype.kind == "O":
+        return np.array([places.get(canonical(label), -1) for label in y.tolist()], dtype=np.int64)
+    values, inverse = np.unique(y, return_inverse=True)  # each value of a type once: the same function of each label
+    return np.array([places.get(canonical(label), -1) for label in values.tolist()], dtype=np.int64)[inverse.ravel()]
 
 
 def bounds_by_name(bounds: Any, names: list[str]) -> dict[str, tuple[float, float]]:
