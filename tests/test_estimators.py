@@ -82,7 +82,7 @@ def test_regressor(loss, span):
     low, high = model.model_.target_range
     assert np.all((model.predict(X * 100) >= low) & (model.predict(X * 100) <= high))
     labels = [m["label"] for m in model.privacy_report_["mechanisms"]]
-    assert ("ranges of 1 columns" in labels) == (span is None)
+    assert ("range of the target" in labels) == (span is None) and "quantiles of the target" in labels
 
 
 def test_default_delta_is_public_arithmetic():
@@ -178,12 +178,13 @@ def test_declared_categories_and_bounds_are_free():
     assert [m["label"] for m in model.privacy_report_["mechanisms"]] == [
         "quantiles of 1 columns", "means of 10 features", "noisy gradients"
     ]  # fmt: skip
-    # whole numbers with the range 0 to 1 are flags, and need no quantiles
+    # flags need no quantiles; whole numbers are no flags, because one missing value makes them floats
     flags = RNG.integers(0, 2, (500, 4))
-    one = LipDPClassifier(**QUICK, feature_bounds=(0, 1)).fit(flags, flags[:, 0])
+    one = LipDPClassifier(**QUICK).fit(flags.astype(bool), flags[:, 0])
     assert [m["label"] for m in one.privacy_report_["mechanisms"]] == ["means of 4 features", "noisy gradients"]
-    floats = LipDPClassifier(**QUICK, feature_bounds=(0, 1)).fit(flags * 1.0, flags[:, 0])
-    assert floats.privacy_report_["mechanisms"][0]["label"] == "quantiles of 4 columns"
+    for array in (flags, flags * 1.0):
+        model = LipDPClassifier(**QUICK, feature_bounds=(0, 1)).fit(array, flags[:, 0])
+        assert model.privacy_report_["mechanisms"][0]["label"] == "quantiles of 4 columns"
 
 
 @pytest.mark.parametrize("change, match", [
@@ -192,7 +193,8 @@ def test_declared_categories_and_bounds_are_free():
     ({"feature_bounds": ([0, 1], [1, 2])}, "feature_bounds"), ({"feature_bounds": (1, -1)}, "low <= high"),
     ({"feature_bounds": {"z": (0, 1)}}, "'z'"), ({"categories": {"z": ["a"]}}, "'z'"),
     ({"schema": {"ignore": ["0", "1", "2"]}}, "no columns are left"), ({"classes": ["a", "a"]}, "twice"),
-    ({"accountant": "moments"}, "accountant"), ({"hidden_layer_sizes": (0,)}, "hidden"), ({"learning_rate": -1}, "lr"),
+    ({"accountant": "moments"}, "accountant"), ({"hidden_layer_sizes": (0,)}, "hidden"),
+    ({"learning_rate": -1}, "learning_rate"),
 ])  # fmt: skip
 def test_bad_parameters_fail_with_one_line(change, match):
     with pytest.raises(WeightclipError, match=match) as caught:
@@ -263,9 +265,26 @@ def test_schema_objects_and_files(tmp_path):
         assert [m["label"] for m in model.privacy_report_["mechanisms"]][0] == "quantiles of 3 columns"
 
 
-def test_large_tables_are_encoded_draw_by_draw(monkeypatch):
+def test_large_tables_are_encoded_once_in_half_precision(monkeypatch, tmp_path):
+    import os
+    import tempfile
+
     import weightclip._tabular._fit as fit
 
     plain = LipDPClassifier(**QUICK).fit(X, Y)
     monkeypatch.setattr(fit, "_IN_MEMORY", 0)
-    assert LipDPClassifier(**QUICK).fit(X, Y).predict_proba(X) == pytest.approx(plain.predict_proba(X))
+    half = LipDPClassifier(**QUICK).fit(X, Y)
+    assert half.predict_proba(X) == pytest.approx(plain.predict_proba(X), abs=1e-3)
+    # larger still: in a file that has no name
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fit, "_MAPPED", 0)
+    seen = []
+    real = fit.train_many
+
+    def watched(features, *rest, **settings):
+        seen.extend([features.dtype, os.listdir(tmp_path)])
+        return real(features, *rest, **settings)
+
+    monkeypatch.setattr(fit, "train_many", watched)
+    assert np.array_equal(LipDPClassifier(**QUICK).fit(X, Y).predict_proba(X), half.predict_proba(X))
+    assert str(seen[0]) == "torch.float16" and seen[1] == []

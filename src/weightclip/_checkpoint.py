@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from weightclip._checkpoint_checks import alone, check_ledger
 from weightclip._streams import Streams
 from weightclip.errors import ContractError, UncountedReleases, WeightclipError
 
@@ -54,6 +56,11 @@ def save(engine: PrivacyEngine, path: Any) -> None:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WeightclipError(f"cannot write the checkpoint '{target}': {error}") from error
+    with alone(target):
+        _replace(target, tensors, ledger)
+
+
+def _replace(target: Path, tensors: dict[str, Tensor], ledger: dict[str, Any]) -> None:
     weights = target / f"weights-{secrets.token_hex(8)}.safetensors"
     new = target / f".{weights.name}.json"
     try:
@@ -67,7 +74,7 @@ def save(engine: PrivacyEngine, path: Any) -> None:
         for leftover in (new, weights):
             leftover.unlink(missing_ok=True)
         raise
-    for old in target.glob("weights-*.safetensors"):
+    for old in [*target.glob("weights-*.safetensors"), *target.glob(".weights-*.json")]:
         if old != weights:
             old.unlink(missing_ok=True)
 
@@ -132,17 +139,32 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Ledger and tensors of a checkpoint, if both are whole and belong together."""
+    """Ledger and tensors of a checkpoint, if both are whole, belong together and are what they should be."""
+    for _ in range(5):  # another process may save between our reading of the ledger and of the weights it names
+        book, text = None, ""
+        try:
+            text = (folder / _LEDGER).read_text(encoding="utf-8")
+            book = json.loads(text)
+            if book["format"] != FORMAT:
+                raise ValueError(f"format {str(book['format'])[:20]}, this version reads {FORMAT}")
+            weights = folder / Path(book["weights"]).name
+            if _checksum(book["ledger"], weights) != book["checksum"]:
+                raise ValueError("its files were changed or do not belong together")
+            tensors = load_file(str(weights))
+            check_ledger(book["ledger"], tensors)
+            return book["ledger"], tensors
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+            if isinstance(error, FileNotFoundError) and book is not None and _changed(folder / _LEDGER, text):
+                continue
+            raise WeightclipError(f"cannot read the checkpoint '{folder}': {error}") from error
+    raise WeightclipError(f"cannot read the checkpoint '{folder}': another process keeps replacing it.")
+
+
+def _changed(path: Path, text: str) -> bool:
     try:
-        book = json.loads((folder / _LEDGER).read_text())
-        if book["format"] != FORMAT:
-            raise ValueError(f"format {book['format']}, this version reads {FORMAT}")
-        weights = folder / Path(book["weights"]).name
-        if _checksum(book["ledger"], weights) != book["checksum"]:
-            raise ValueError("its files were changed or do not belong together")
-        return book["ledger"], load_file(str(weights))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightclipError(f"cannot read the checkpoint '{folder}': {error}") from error
+        return path.read_text(encoding="utf-8") != text
+    except (OSError, ValueError):
+        return False
 
 
 def _check_file(engine: PrivacyEngine, ledger: dict[str, Any]) -> None:

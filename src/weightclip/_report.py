@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -122,6 +123,7 @@ def _number(value: float) -> float | str:
     return value if math.isfinite(value) else "inf"
 
 
+@functools.cache
 def _version(name: str) -> str:
     try:
         return version(name)

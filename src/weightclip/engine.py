@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from weightclip import _checkpoint, _report
 from weightclip._adaptive import Adaptive, Quantiles
+from weightclip._checkpoint_checks import readable
 from weightclip._criterion import PrivateCriterion
 from weightclip._digest import settings_digest
 from weightclip._draws import TAIL
@@ -425,7 +426,8 @@ class PrivacyEngine(TrainingLoop):
         ``exact=True`` (only with ``generator=``) continues the very same noise and draws; the data set must be the
         same, which is checked by a keyed hash.
         """
-        _checkpoint.load(self, path, exact=exact)
+        with readable(path):
+            _checkpoint.load(self, path, exact=exact)
 
 
 def _sample_rate(data_loader: DataLoader, sample_rate: float | None) -> float:

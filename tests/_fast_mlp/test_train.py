@@ -290,18 +290,20 @@ def test_progress_counts_steps():
     assert seen[0] == (1, 8) and seen[-1] == (8, 8)
 
 
-def test_records_may_be_looked_up_when_drawn():
-    class Lazy:
-        shape = X.shape
+def test_records_in_half_precision_and_draws_in_pieces(monkeypatch):
+    """Large tables are kept in half precision; draws are summed piece by piece, with and without a mask."""
+    import weightclip._fast_mlp._train as train
 
-        def rows(self, index):
-            return X[index]
-
-    settings = [Settings(hidden=(3,), batch=10, epochs=1)]
-    lazy, plain = (train_many(x, Y, settings, [0, 1], objective=Softmax(3), noise=1.0)[0] for x in (Lazy(), X))
-    for mine, theirs in zip(lazy, plain, strict=True):
-        for a, b in zip(mine.weights, theirs.weights, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    settings = [Settings(hidden=(3,), batch=40, epochs=2)]
+    rounded = torch.tensor(X).half()
+    runs = [train_many(x, Y, settings, [0, 1], objective=Softmax(3), noise=1.0)[0] for x in (rounded, rounded.float())]
+    monkeypatch.setattr(train, "_PIECE", 1)
+    monkeypatch.setattr(train, "max", lambda *_: 7, raising=False)  # rows of a piece
+    runs.append(train_many(rounded, Y, settings, [0, 1], objective=Softmax(3), noise=1.0)[0])
+    for other, tolerance in ((runs[1], 0.0), (runs[2], 1e-6)):
+        for mine, theirs in zip(runs[0], other, strict=True):
+            for a, b in zip(mine.weights, theirs.weights, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
 
 
 def test_the_public_number_of_records_need_not_be_the_true_one():

@@ -43,3 +43,15 @@ def test_predictions_agree(hidden, classes, tmp_path):
     with torch.no_grad():
         z = plain(torch.from_numpy(model.encode(STRANGE))).numpy()
     assert np.abs(z - model.model_.logits(model.raw(STRANGE))).max() < 1e-5
+
+
+def test_huge_and_missing_numbers_agree():
+    """Beyond the range of float32 a number is still a number."""
+    X = RNG.uniform(-1, 1, (N, 2))
+    X[::5, 0] = np.nan
+    model = LipDPClassifier(epsilon=20, delta=1e-6, epochs=2, random_state=0, accountant="rdp").fit(X, X[:, 1] > 0)
+    session = onnxruntime.InferenceSession(model.to_onnx().SerializeToString())
+    extreme = [s * m for m in (1e38, 3.5e38, 1e39, 1e100, 1.7e308, np.inf) for s in (1, -1)] + [np.nan, 5e-324]
+    rows = np.array([[a, b] for a in extreme for b in extreme])
+    (got,) = session.run(None, {"raw": rows})
+    assert np.abs(got - model.predict_proba(rows)).max() < 1e-5

@@ -25,7 +25,7 @@ COMMANDS = dict(leaves(ROOT))
 
 
 def test_all_commands_are_found():
-    names = {"train", "predict", "certify", "verify", "audit", "reproduce", "tune", "bench", "data"}
+    names = {"train", "predict", "certify", "verify", "importances", "audit", "reproduce", "tune", "bench", "data"}
     assert {p[0] for p in COMMANDS} == names
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,28 +15,20 @@ from weightclip.sampling import poisson_indices
 from ._objectives import Objective
 
 
-class Records(Protocol):
-    """Records that are looked up when they are drawn, for tables that do not fit into memory as features."""
-
-    shape: tuple[int, int]
-
-    def rows(self, index: np.ndarray) -> np.ndarray:
-        """Features of some records; row i depends on record index[i] alone.  # records -> records x features"""
-        ...
-
-
 class Data:
     """Records, their labels, and which of them each seed may draw."""
 
     def __init__(self, X, y, objective: Objective, subsets, seeds: int, device: torch.device) -> None:
         self.device = device
-        self.lazy: Records | None = X if hasattr(X, "rows") else None
-        if self.lazy is None:
-            x = torch.as_tensor(X).to(device=device, dtype=torch.float32)
-            if x.dim() != 2:
-                raise WeightclipError(f"train_many: X must be records x features, got shape {tuple(x.shape)}.")
-            self.x = _clean(x)
-            self.square = torch.cat([_square(part) for part in self.x.split(1 << 14)]) if len(x) else x.sum(1)
+        x = torch.as_tensor(X).to(device)
+        x = x if x.dtype == torch.float16 else x.float()  # large tables are kept in half precision
+        if x.dim() != 2:
+            raise WeightclipError(f"train_many: X must be records x features, got shape {tuple(x.shape)}.")
+        self.square = _squares(x)
+        if not bool(torch.isfinite(self.square).all()):  # a record with an entry that is not finite
+            x = _clean(x)
+            self.square = _squares(x)
+        self.x = x
         self.shape = (int(X.shape[0]), int(X.shape[1]))
         self.y = objective.labels(y).to(device)
         if self.shape[0] == 0 or self.y.shape != (self.shape[0],):
@@ -49,12 +40,7 @@ class Data:
 
     def look_up(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Drawn records in float64 and their squared norms.  # seeds x rows -> seeds x rows x features, seeds x rows"""
-        if self.lazy is not None:
-            flat = torch.from_numpy(self.lazy.rows(index.flatten().cpu().numpy())).to(self.device, torch.float32)
-            x = _clean(flat)
-            square = _square(x)
-        else:
-            x, square = self.x.index_select(0, index.flatten()), self.square[index.flatten()]
+        x, square = self.x.index_select(0, index.flatten()).float(), self.square[index.flatten()]
         return x.view(*index.shape, -1).double(), square.view(index.shape)
 
     def draw(self, streams: Sequence[Streams], q: float, step: int) -> tuple[Tensor, Tensor | None]:
@@ -79,5 +65,9 @@ def _clean(x: Tensor) -> Tensor:
     return torch.where(torch.isfinite(x).all(1, keepdim=True), x, torch.zeros((), device=x.device))
 
 
-def _square(x: Tensor) -> Tensor:
-    return x.double().square().sum(1)
+def _squares(x: Tensor) -> Tensor:
+    """Squared norms of the records, in float64; in pieces, because a whole copy of a large table would be too much."""
+    out = torch.empty(len(x), dtype=torch.float64, device=x.device)
+    for start in range(0, len(x), 4096):
+        out[start : start + 4096] = x[start : start + 4096].double().square().sum(1)
+    return out

@@ -60,7 +60,7 @@ class Objective(ABC):
             cap: B of each run.  # settings
         """
         g = self.slope(z / temperature[:, None, None], y)
-        norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
+        norm = g.abs() if g.shape[-1] == 1 else torch.linalg.vector_norm(g, dim=-1, keepdim=True)
         g = g * (_SHRINK * (cap[:, None, None] / norm).clamp(max=1.0))
         # norm = 0 gives cap/0 = inf, clamped to 1; a non-finite record gives NaN or inf, and counts zero
         return torch.where(torch.isfinite(norm), g, torch.zeros((), dtype=g.dtype, device=g.device))

@@ -17,11 +17,12 @@ from weightclip.accounting import Mechanism
 from weightclip.errors import CertificationError, WeightclipError
 
 from ._bounds import clip_, gain, scales, sensitivities
-from ._data import Data, Records
+from ._data import Data
 from ._objectives import Objective
 from ._settings import Adam, Budget, Settings, noise_multiplier
 
 _INIT = "fast-mlp/init"
+_PIECE = 1 << 18  # inputs of a piece of a draw: two megabytes
 Weights = tuple[tuple[Tensor, Tensor], ...]
 
 
@@ -61,7 +62,7 @@ class Run:
 
 
 def train_many(
-    X: np.ndarray | Tensor | Records,
+    X: np.ndarray | Tensor,
     y: np.ndarray | Tensor,
     settings: Sequence[Settings],
     seeds: Sequence[int | Streams],
@@ -267,6 +268,16 @@ class _Stack:
 
     def summed(self, index: Tensor, mask: Tensor | None) -> Tensor:
         """G: sums over the drawn records of their gradients with bounded factors.  # seeds x settings x dimension"""
+        # Pieces of a draw that stay in the processor's cache; the slack covers sums in any order.
+        size = max(256, _PIECE // (index.shape[0] * self.sizes[0]))
+        result = self.part(index[:, :size], None if mask is None else mask[:, :size])
+        for start in range(size, index.shape[1], size):
+            piece = slice(start, start + size)
+            result += self.part(index[:, piece], None if mask is None else mask[:, piece])
+        return result
+
+    def part(self, index: Tensor, mask: Tensor | None) -> Tensor:
+        """The share of G of some drawn records."""
         seeds, rows = index.shape
         runs = len(self.settings)
         x, square = self.data.look_up(index)  # the same for all settings
@@ -307,7 +318,7 @@ class _Stack:
 
         A record with a non-finite factor contributes zero: its cotangents and inputs are zeroed in place.
         """
-        d_norms = [torch.linalg.vector_norm(d, dim=-1) for d in deltas]
+        d_norms = [d.square().sum(-1).sqrt() for d in deltas]  # vector_norm is slow along short dimensions
         x_norms = [(s + self.beta.square()[:, None]).sqrt() for s in x_squares]
         products = [d * x for d, x in zip(d_norms, x_norms, strict=True)]  # norms of the gradients
         total = torch.stack(products).sum(0)  # no term is negative: finite if and only if all are

@@ -8,7 +8,7 @@ from typing import Any
 def model_card(pipeline: dict[str, Any], report: dict[str, Any]) -> str:
     """A model card from the pipeline description and the privacy report; nothing else is read."""
     task = pipeline["task"]
-    target = pipeline.get("target") or "the target"
+    target = _cell(pipeline.get("target") or "the target")
     lines = [
         f"# Private {task} model for `{target}`",
         "",
@@ -18,7 +18,7 @@ def model_card(pipeline: dict[str, Any], report: dict[str, Any]) -> str:
         f"- network: dense, hidden layers {pipeline['hidden'] or 'none'}, {pipeline['outputs']} output(s)",
     ]
     if task == "classification":
-        shown = ", ".join(str(c) for c in pipeline["classes"][:20])
+        shown = ", ".join(_cell(str(c)) for c in pipeline["classes"][:20])
         more = len(pipeline["classes"]) - 20
         lines.append(f"- classes: {shown}{f' and {more} more' if more > 0 else ''}")
     else:
@@ -55,4 +55,5 @@ def model_card(pipeline: dict[str, Any], report: dict[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    """A name on one line of Markdown, whatever it holds."""
+    return " ".join(text.replace("|", "\\|").replace("`", "'").split())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from weightclip.errors import WeightclipError
+
+from ._checks import check_schema, strict_json
 
 KINDS = ("numeric", "flag", "categorical")
 BUCKETS = 1 << 13  # of the public hash that stands for the values of a column whose categories are not declared
@@ -113,11 +114,7 @@ class Schema:
     @classmethod
     def from_json(cls, data: Any) -> Schema:
         """Parse a schema, with one-line errors."""
-        if not isinstance(data, Mapping) or not isinstance(data.get("columns", []), Sequence):
-            raise WeightclipError('schema: expected an object like {"columns": [{"name": ..., "type": ...}]}.')
-        unknown = set(data) - {"columns", "ignore", "classes", "target_range"}
-        if unknown:
-            raise WeightclipError(f"schema: unknown entry {sorted(unknown)[0]!r}.")
+        check_schema(data)
         columns = tuple(Column.from_json(entry) for entry in data.get("columns", []))
         names = [c.name for c in columns]
         if len(set(names)) != len(names):
@@ -146,25 +143,41 @@ class Schema:
     def read(cls, path: str | Path) -> Schema:
         """Read a schema file (JSON)."""
         try:
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_json(strict_json(Path(path).read_bytes()))
         except OSError as error:
             raise WeightclipError(f"schema {path}: cannot read it ({error.strerror}).") from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
+            if isinstance(error, WeightclipError):
+                raise
             raise WeightclipError(f"schema {path}: not valid JSON ({error}).") from error
 
 
 def canonical(value: object) -> str | None:
-    """One spelling for a category, whether it comes from a file or a data frame; None for a missing value."""
-    if isinstance(value, str):
+    """One spelling for a category, whether it comes from a file or a data frame; None for a missing value.
+
+    Formal guarantees:
+        A function of this one value: never of what was seen before, and never of Python's equality (True == 1,
+        Decimal("1.0") == Decimal("1.00")). A value that cannot be spelled is missing; it never stops a fit.
+    """
+    if type(value) is str:
         return value
+    try:
+        return _spell(value)
+    except Exception:  # objects of somebody's own class: whatever they do, they do to their own record alone
+        return None
+
+
+def _spell(value: Any) -> str | None:
+    if isinstance(value, str):
+        return str.__str__(value)
     kind = type(value).__name__
-    if value is None or kind in ("NAType", "NaTType") or value != value:
+    if value is None or kind in ("NAType", "NaTType") or bool(value != value):
         return None
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if kind in ("bool", "bool_"):
         return "true" if value else "false"
     if isinstance(value, float) or kind.startswith("float"):
-        number = float(value)  # type: ignore[arg-type]
+        number = float(value)
         return str(int(number)) if number.is_integer() else repr(number)
     return str(value)

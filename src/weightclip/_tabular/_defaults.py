@@ -12,6 +12,9 @@ from typing import Any
 
 from weightclip._fast_mlp import Settings
 
+AGREEMENT_SHARE = 0.04  # part of the precision spent on a regressor's last look at its predictions
+KINDS_SHARE = 0.03  # part of the precision spent on a vote about kinds, where a column has no declared type
+
 
 def signal(n: int, epsilon: float, outputs: int) -> float:
     """How much can be learnt: records times ε, shared by the classes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,8 @@ from ._table import BLOCK, Table
 
 _RADIUS = 1.5  # of centered features, in units of their typical norm
 _ONE = 2.0**30  # sums of features are kept in whole units of 1/_ONE
-_LEVELS, _FEW_LEVELS = 8, 5  # trees that find quantiles have 2^8 leaves, or 2^5 where the noise is large
+_EXPECTED_CODES = 10  # of a column whose categories are not declared
+LEVELS, FEW_LEVELS = 8, 5  # trees that find quantiles have 2^8 leaves, or 2^5 where the noise is large
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,18 @@ class Pieces:
 
     def write(self, x: np.ndarray, out: np.ndarray) -> None:
         """Features of some raw values.  # rows -> rows x width"""
-        edges = np.array(self.edges)
+        pieces = len(self.edges) - 1
         present = np.isfinite(x)
-        clean = np.clip(np.where(present, x, edges[0]), edges[0], edges[-1])
-        steps = np.clip((clean[:, None] - edges[:-1]) / np.diff(edges), 0.0, 1.0) * 2 - 1
-        pieces = len(edges) - 1
-        out[:, :pieces] = np.where(present[:, None], steps / math.sqrt(pieces), 0.0)
+        gaps = not present.all()
+        clean = np.where(present, x, self.edges[0]) if gaps else x
+        clean = np.clip(clean, self.edges[0], self.edges[-1])
+        for k, (left, right) in enumerate(itertools.pairwise(self.edges)):
+            step = clean - left
+            step /= right - left
+            np.clip(step, 0.0, 1.0, out=step)
+            step *= 2 / math.sqrt(pieces)
+            step -= 1 / math.sqrt(pieces)
+            out[:, k] = np.where(present, step, 0.0) if gaps else step
         if self.missing:
             out[:, pieces] = ~present
 
@@ -150,7 +158,9 @@ class Encoder:
                 parts.append(Pieces(edges, bool(entry["missing"])))
             else:
                 codes = tuple(int(c) for c in entry["codes"])
-                if any(not 0 <= c < BUCKETS for c in codes) or list(codes) != sorted(set(codes)):
+                listed = columns[-1].categories
+                most = BUCKETS if listed is None else max(1, len(listed))
+                if any(not 0 <= c < most for c in codes) or list(codes) != sorted(set(codes)):
                     raise WeightclipError(
                         f"pipeline: codes of column {columns[-1].name!r} must be distinct and sorted."
                     )
@@ -217,7 +227,7 @@ def fit_private(table: Table, sigma: float, pieces: int, streams: Streams, n: in
         codes = dict(zip(hashed, found, strict=True))
     forest = None
     if numeric:
-        levels = _LEVELS if encoder_error(columns, sigmas["quantiles"], n) < 0.1 else _FEW_LEVELS
+        levels = LEVELS if encoder_error(columns, sigmas["quantiles"], n) < 0.1 else FEW_LEVELS
         grids = [mixed_grid(*spans[j], levels) for j in numeric]
         forest = Forest(grids, table.blocks, numeric, sigmas["quantiles"], streams, "table/quantiles")
     parts: list[Pieces | Codes] = []
@@ -251,10 +261,14 @@ def center(fitted: Fitted, table: Table, sigma: float, streams: Streams, n: int)
     encoder = fitted.encoder
     total = np.zeros(encoder.width + 1, dtype=np.int64)
     for start in range(0, len(table), BLOCK):
-        features = encoder.transform(np.asarray(table.values[start : start + BLOCK])).astype(np.float64)
-        features[~np.isfinite(features).all(axis=1)] = 0.0
-        total[:-1] += np.rint(features * _ONE).astype(np.int64).sum(axis=0)
-        total[-1] += np.rint(np.square(features).sum(axis=1) * _ONE).astype(np.int64).sum()
+        features = encoder.transform(np.asarray(table.values[start : start + BLOCK]))
+        wide = features.astype(np.float64)
+        squares = np.einsum("ij,ij->i", wide, wide)
+        if not (good := np.isfinite(squares)).all():
+            features[~good], squares[~good] = 0.0, 0.0
+        # a product with a power of two is exact, also in float32
+        total[:-1] += np.rint(features * np.float32(_ONE)).astype(np.int32).sum(axis=0, dtype=np.int64)
+        total[-1] += np.rint(squares * _ONE).astype(np.int64).sum()
     noisy = private.release(total / _ONE, 2 * (1 + 1e-5), sigma, streams, "table/means") / n
     mean, square = noisy[:-1], float(noisy[-1])
     noise = 2 * (sigma / n) ** 2 * encoder.width  # of the squared norm of the mean
@@ -270,6 +284,12 @@ def center(fitted: Fitted, table: Table, sigma: float, streams: Streams, n: int)
         fitted, encoder=shifted, mechanisms=(*fitted.mechanisms, paid),
         statements=(*fitted.statements, f"means of {encoder.width} features were estimated privately and are paid for"),
     )  # fmt: skip
+
+
+def expected_width(columns: Sequence[Column], pieces: int) -> int:
+    """Number of features one may expect, from public values: a released number must not decide how much is spent."""
+    width = {"numeric": pieces, "flag": 1, "categorical": _EXPECTED_CODES}
+    return sum(width[c.kind] if c.categories is None else len(c.categories) for c in columns)
 
 
 def center_error(width: int, sigma: float, n: int) -> float:
@@ -309,7 +329,7 @@ def fit_unprotected(table: Table, pieces: int) -> Fitted:
 def encoder_error(columns: Sequence[Column], sigma: float, n: int) -> float:
     """Expected error of the private quantiles as a share of n, from public values: above about 0.1 they are noise."""
     numeric = sum(c.kind == "numeric" for c in columns)
-    return sigma * _LEVELS * math.sqrt(numeric) / 2 / n
+    return sigma * LEVELS * math.sqrt(numeric) / 2 / n
 
 
 def lack_of_precision(columns: Sequence[Column], sigma: float, n: int) -> float:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
+import torch
 
+from weightclip import accounting
 from weightclip._fast_mlp import Absolute, Budget, Huber, Logistic, Objective, Run, Softmax, train_many
 from weightclip._streams import Streams
-from weightclip.accounting import gdp_mu
+from weightclip.accounting import Mechanism
 from weightclip.errors import WeightclipError
 
 from . import _defaults
@@ -20,21 +25,23 @@ from ._columns import Column
 from ._encoder import (
     Encoder,
     Fitted,
-    Pieces,
-    at_least_one_feature,
     center,
     center_error,
+    expected_width,
     fit_private,
     fit_public,
     fit_unprotected,
     lack_of_precision,
 )
 from ._model import Model, fold
+from ._private import column_kinds
 from ._report import privacy_report, settings_json
-from ._table import Table
+from ._table import BLOCK, Table
+from ._target import Target, agreement, fit_target
 
-_IN_MEMORY = 1 << 28  # features kept at once; larger tables are encoded draw by draw
-_TARGET = "(target)"
+_IN_MEMORY = 1 << 28  # bytes of features in full precision; those of larger tables are kept in half precision
+_MAPPED = 1 << 31  # bytes of features in half precision beyond which they are kept in a mapped file
+_mu = functools.lru_cache(accounting.gdp_mu)
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,9 @@ class Plan:
         progress: Called with (steps done, steps in all).
         not_covered: Sentences the report has to add.
         records: Public number of records; None declares the true one public.
+        objective: Makes the objective that is trained from the plain one and the labels (sample weights).
+        spent: What was released of the records before the fit, within the same budget.
+        columns: The columns as declared, before any kind was voted on: what is spent follows from these alone.
     """
 
     epsilon: float
@@ -109,6 +119,36 @@ class Plan:
     progress: Callable[[int, int], None] | None = None
     not_covered: tuple[str, ...] = ()
     records: int | None = None
+    objective: Callable[[Objective, np.ndarray], Objective] = lambda inner, _: inner
+    spent: tuple[Mechanism, ...] = ()
+    columns: tuple[Column, ...] | None = None
+
+
+def find_kinds(
+    columns: Sequence[Column], untyped: Sequence[str], arrays: Mapping[str, np.ndarray], plan: Plan
+) -> tuple[tuple[Column, ...], Plan]:
+    """Kinds of the columns named in `untyped`, by a private vote; the plan that is returned has paid for it.
+
+    Formal guarantees:
+        One Gaussian mechanism (`column_kinds`), listed in the plan's `spent`. Its multiplier and the columns that take
+        part follow from declared types and public numbers.
+    """
+    plan = replace(plan, columns=tuple(columns))
+    if not untyped:
+        return tuple(columns), plan
+    how = plan.preprocessing
+    if isinstance(how, PublicScaling):
+        raise WeightclipError(f"column {untyped[0]!r} has no declared type: PublicScaling needs one, give a schema.")
+    sigma = 0.0
+    if isinstance(how, PrivateScaling):
+        share = min(_defaults.KINDS_SHARE, (1 - (how.share or 0.0)) / 4)
+        sigma = 1 / (_mu(plan.epsilon, plan.delta) * math.sqrt(share))
+        paid = Mechanism("gaussian", sigma, 1.0, 1, label=f"kinds of {len(untyped)} columns")
+        plan = replace(plan, spent=(*plan.spent, paid))
+    kinds = column_kinds([arrays[c].tolist() for c in untyped], sigma, plan.streams, "table/kinds")
+    found = dict(zip(untyped, kinds, strict=True))
+    settled = (c if found.get(c.name, c.kind) == c.kind else Column(c.name, found[c.name]) for c in columns)
+    return tuple(settled), plan
 
 
 def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], target: str, plan: Plan):
@@ -126,7 +166,7 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
         and types, the classes and the plan.
     """
     n = plan.records or len(table)
-    fitted = _center(_preprocess(table, plan, n), table, plan, n)
+    fitted = _center(_preprocess(table, plan, n, _sigma(table, plan, n)), table, plan, n)
     objective = Logistic() if len(classes) == 2 else Softmax(len(classes))
     run = _train(table, fitted, codes, objective, plan, n)
     model = Model(fitted.encoder, fold(run.weights, run.settings.temperature), "classification", classes, target=target)
@@ -137,52 +177,94 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
 def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None, target: str, plan: Plan):
     """A private regressor: (model, report, run). As `fit_classifier`; `span` is the target's public range, if known."""
     n = plan.records or len(table)
-    column = Column(_TARGET, "numeric", *(span or (None, None)))
-    if span is None:  # the target's range is one more private statistic
-        extended = Table((*table.columns, column), table.values, extra=y)
-        fitted = _preprocess(extended, plan, n)
-        part = fitted.encoder.parts[-1]
-        assert isinstance(part, Pieces)
-        span = (part.edges[0], part.edges[-1])
-        fitted = replace(fitted, encoder=Encoder(table.columns, at_least_one_feature(fitted.encoder.parts[:-1])))
-    else:
-        fitted = _preprocess(table, plan, n)
-    fitted = _center(fitted, table, plan, n)
-    low, high = span
-    half = max((high - low) / 2, 1e-12 * max(1.0, abs(low), abs(high)))
+    sigma = _sigma(table, plan, n)
+    if isinstance(plan.preprocessing, PublicScaling):
+        if span is None:
+            raise WeightclipError("PublicScaling needs the public range of the target.")
+        scale = Target.public(*span)
+    else:  # one more private statistic, and the one that matters most: a third of what statistics get
+        scale, released = fit_target(y, span, sigma * math.sqrt(3), plan.streams, n)
+        plan = replace(plan, spent=(*plan.spent, *released))
+        sigma *= math.sqrt(3 / 2)
+    fitted = _center(_preprocess(table, plan, n, sigma), table, plan, n)
+    check = 0.0
+    if isinstance(plan.preprocessing, PrivateScaling):
+        left = 1 - (plan.preprocessing.share or 0.2)
+        check = 1 / (_mu(plan.epsilon, plan.delta) * math.sqrt(min(_defaults.AGREEMENT_SHARE, left / 4)))
+        paid = Mechanism("gaussian", check, 1.0, 1, label="agreement of predictions and targets")
+        fitted = replace(fitted, mechanisms=(*fitted.mechanisms, paid))
+    low, high = scale.low, scale.high
     # A record whose target is not finite takes part with zero gradient; the others are cut to the range.
-    scaled = np.clip((y - (low + high) / 2) / half, -1.0, 1.0)
+    scaled = (np.clip(y, low, high) - scale.middle) / scale.unit
+    scaled[~np.isfinite(y)] = math.nan
     run = _train(table, fitted, scaled, Huber() if plan.loss == "huber" else Absolute(), plan, n)
-    model = Model(fitted.encoder, fold(run.weights, run.settings.temperature), "regression", (), (low, high), target)
+    # Outputs of a model are in units of its range.
+    range_ = Target.public(low, high)
+    factor, shift = scale.unit / range_.unit, (scale.middle - range_.middle) / range_.unit
+    *inner, (w, b) = fold(run.weights, run.settings.temperature)
+    raw = Model(fitted.encoder, (*inner, (w, b)), "regression")
+    middle = float(raw.forward(np.zeros((1, fitted.encoder.width)))[0, 0])
+    swing = 1.0
+    if not isinstance(plan.preprocessing, PublicScaling):
+        swing = agreement(lambda: _predictions(raw, table, scaled), middle, check, plan.streams)
+    w, b = w * np.float32(swing), b * np.float32(swing) + np.float32((1 - swing) * middle)
+    last = (w * np.float32(factor), b * np.float32(factor) + np.float32(shift))
+    model = Model(fitted.encoder, (*inner, last), "regression", (), (low, high), target)
     public = {"target_range": [low, high], "settings": settings_json(run.settings)}
     return model, _report(fitted, run, plan, n, public), run
 
 
-def _preprocess(table: Table, plan: Plan, n: int) -> Fitted:
+def _predictions(model: Model, table: Table, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Predictions and targets, some rows at a time."""
+    for start in range(0, len(table), BLOCK):
+        part = slice(start, start + BLOCK)
+        yield model.logits(np.asarray(table.values[part]))[:, 0], y[part]
+
+
+def _sigma(table: Table, plan: Plan, n: int) -> float:
+    """Noise multiplier of all feature statistics together, from public numbers; 0 where they are not paid for."""
+    how = plan.preprocessing
+    if not isinstance(how, PrivateScaling):
+        return 0.0
+    mu = _mu(plan.epsilon, plan.delta)  # of the one Gaussian mechanism that spends the whole budget
+    share = how.share
+    if share is None:
+        share = _defaults.share(lack_of_precision(plan.columns or table.columns, 1 / (mu * math.sqrt(0.1)), n))
+    return 1 / (mu * math.sqrt(share))
+
+
+def _preprocess(table: Table, plan: Plan, n: int, sigma: float) -> Fitted:
+    fitted = _statistics(table, plan, n, sigma)
+    notes = [f"{m.label}: released privately and paid for" for m in plan.spent]
+    return replace(fitted, mechanisms=(*plan.spent, *fitted.mechanisms), statements=(*notes, *fitted.statements))
+
+
+def _statistics(table: Table, plan: Plan, n: int, sigma: float) -> Fitted:
     how = plan.preprocessing
     pieces = how.pieces or _defaults.pieces(n, plan.epsilon)
     if isinstance(how, NonPrivateScaling):
         warnings.warn(
             "NonPrivateScaling reads feature statistics from private rows and does not pay for them: the model is not "
-            "differentially private (epsilon = inf).", UserWarning, stacklevel=5,
+            "differentially private (epsilon = inf).", UserWarning, stacklevel=6,
         )  # fmt: skip
         return fit_unprotected(table, pieces)
     if isinstance(how, PublicScaling):
         return fit_public(table, pieces)
-    mu = gdp_mu(plan.epsilon, plan.delta)  # of the one Gaussian mechanism that spends the whole budget
-    share = how.share
-    if share is None:
-        share = _defaults.share(lack_of_precision(table.columns, 1 / (mu * math.sqrt(0.1)), n))
-    return fit_private(table, 1 / (mu * math.sqrt(share)), pieces, plan.streams, n)
+    return fit_private(table, sigma, pieces, plan.streams, n)
 
 
 def _center(fitted: Fitted, table: Table, plan: Plan, n: int) -> Fitted:
-    """Center the features where that is paid for or free, and where the noise leaves something of the mean."""
+    """Center the features where that is paid for or free, and where the noise leaves something of the mean.
+
+    How much is spent, and whether at all, follows from the declared columns: a multiplier that were chosen by released
+    features would not be covered by the accountant, which composes mechanisms fixed beforehand.
+    """
     if isinstance(plan.preprocessing, NonPrivateScaling):
         return center(fitted, table, 0.0, plan.streams, n)
     if isinstance(plan.preprocessing, PublicScaling):
         return fitted
-    mu, width = gdp_mu(plan.epsilon, plan.delta), fitted.encoder.width
+    pieces = plan.preprocessing.pieces or _defaults.pieces(n, plan.epsilon)
+    mu, width = _mu(plan.epsilon, plan.delta), expected_width(plan.columns or table.columns, pieces)
     left = 1 - (plan.preprocessing.share or 0.2)  # no share that is not asked for exceeds 0.2
     share = min(left / 2, _defaults.center_share(center_error(width, 1 / (mu * math.sqrt(0.02)), n)))
     sigma = 1 / (mu * math.sqrt(share))
@@ -197,10 +279,10 @@ def _train(table: Table, fitted: Fitted, labels: np.ndarray, objective: Objectiv
         chosen["gradient_cap"] = chosen.get("gradient_cap", 0.3) if isinstance(objective, Huber) else None
     settings = _defaults.settings(n, plan.epsilon, encoder.width, objective.outputs, chosen)
     settings = replace(settings, input_radius=encoder.radius * (1 + 1e-6))
-    features: Any = _Lazy(table, encoder)
-    if len(table) * encoder.width * 4 <= _IN_MEMORY:
-        features = encoder.transform(table.values)
+    small = len(table) * encoder.width * 4 <= _IN_MEMORY
+    features = encoder.transform(table.values) if small else _half(table, encoder)
     budget = Budget(plan.epsilon, plan.delta, plan.accountant, fitted.mechanisms)
+    objective = plan.objective(objective, labels)
     return train_many(
         features, labels, [settings], [plan.streams], objective=objective, noise=budget, records=n,
         progress=plan.progress,
@@ -216,17 +298,24 @@ def _report(fitted: Fitted, run: Run, plan: Plan, n: int, public: dict[str, Any]
     )  # fmt: skip
 
 
-class _Lazy:
-    """Features that are computed when records are drawn."""
+def _half(table: Table, encoder: Encoder) -> torch.Tensor:
+    """Features of a large table, encoded once and kept in half precision: in memory, or in a file without a name.
 
-    def __init__(self, table: Table, encoder: Encoder) -> None:
-        self.table, self.encoder = table, encoder
-        self.shape = (len(table), encoder.width)
-
-    def rows(self, index: np.ndarray) -> np.ndarray:
-        return self.encoder.transform(np.asarray(self.table.values[index]))
+    Formal guarantees:
+        A row depends on its own record and the released encoder alone; its norm is taken from the rounded numbers.
+    """
+    shape = (len(table), encoder.width)
+    if 2 * shape[0] * shape[1] <= _MAPPED:
+        kept = torch.empty(shape, dtype=torch.float16)
+    else:  # nobody else can open it, and no kill leaves it behind
+        with tempfile.TemporaryFile(prefix="weightclip-") as file:
+            kept = torch.from_numpy(np.memmap(file, dtype=np.float16, mode="w+", shape=shape))
+    for start in range(0, len(table), BLOCK):
+        part = encoder.transform(np.asarray(table.values[start : start + BLOCK]))
+        kept[start : start + BLOCK] = torch.from_numpy(part)
+    return kept
 
 
 def _check_pieces(owner: str, pieces: int | None) -> None:
-    if pieces is not None and (not isinstance(pieces, int) or not 1 <= pieces <= 64):
+    if pieces is not None and (not isinstance(pieces, Integral) or not 1 <= int(pieces) <= 64):
         raise WeightclipError(f"{owner}: pieces must be a whole number from 1 to 64, got {pieces!r}.")

@@ -49,10 +49,11 @@ class Model:
 
     def logits(self, values: np.ndarray) -> np.ndarray:
         """Outputs for raw values.  # records x columns -> records x outputs, float64"""
-        parts = [self._forward(self.encoder.transform(values[i : i + _ROWS])) for i in range(0, len(values), _ROWS)]
+        parts = [self.forward(self.encoder.transform(values[i : i + _ROWS])) for i in range(0, len(values), _ROWS)]
         return np.concatenate(parts) if parts else np.zeros((0, self.outputs))
 
-    def _forward(self, h: np.ndarray) -> np.ndarray:
+    def forward(self, h: np.ndarray) -> np.ndarray:
+        """Outputs for encoded features.  # records x features -> records x outputs, float64"""
         x = h.astype(np.float64)  # so that one row alone and in a batch agree to the last digit that matters
         for k, (w, b) in enumerate(self.weights):
             x = (np.maximum(x, 0.0) if k else x) @ w.T.astype(np.float64) + b
@@ -128,6 +129,8 @@ def fold(weights: Sequence[tuple[Any, Any]], temperature: float) -> tuple[tuple[
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, bool) or value is None:
-        return str(value)
-    return value if isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value)) else str(value)
+    return (
+        value
+        if isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+        else str(value)
+    )

@@ -52,7 +52,8 @@ def to_onnx(model: Model, path: str | Path | None = None) -> Any:
         x = node("Gather", "raw", constant(np.array([j])), axis=1)  # records x 1
         if isinstance(part, Pieces):
             edges = np.array(part.edges)
-            bad = node("Or", node("IsNaN", x), node("IsInf", node("Cast", x, to=TensorProto.FLOAT)))
+            # not finite in double: a cast to float would take 1e39 for infinite; NaN compares as false
+            bad = node("Not", node("LessOrEqual", node("Abs", x), constant(np.array(np.finfo(np.float64).max))))
             clean = node("Where", bad, constant(edges[:1]), x)
             steps = node("Div", node("Sub", clean, constant(edges[:-1])), constant(np.diff(edges)))
             width = len(edges) - 1

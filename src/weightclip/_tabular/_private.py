@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Number
+from typing import Any
 
 import numpy as np
 
 from weightclip._streams import Streams
 
-from ._columns import BUCKETS
+from ._columns import BUCKETS, KINDS, canonical
 
 Chunks = Callable[[], Iterable[np.ndarray]]  # makes a fresh pass over the raw values, in blocks  # rows x columns
 
@@ -22,6 +24,7 @@ Chunks = Callable[[], Iterable[np.ndarray]]  # makes a fresh pass over the raw v
 THRESHOLD = 3.5
 _DECADES = (-6.0, 12.0)  # magnitudes that are told apart when nothing is known of a column
 _SIDE = 37  # boundaries on each side of zero: two to a decade
+_DRIFT, _EVIDENCE, _WINDOW = 2.0, 3.0, 4  # a run of bins is believed that holds three deviations more than two a bin
 
 
 def release(counts: np.ndarray, touched: float, sigma: float, streams: Streams, label: str) -> np.ndarray:
@@ -32,6 +35,22 @@ def release(counts: np.ndarray, touched: float, sigma: float, streams: Streams, 
         the release is a Gaussian mechanism with multiplier `sigma` under adding or removing one record.
     """
     return counts + sigma * math.sqrt(touched) * streams.numpy(label).standard_normal(counts.shape)
+
+
+def column_kinds(columns: Sequence[Sequence[Any]], sigma: float, streams: Streams, label: str) -> list[str]:
+    """Kinds of columns whose type says nothing (Python objects): by a private vote of their values.
+
+    Formal guarantees:
+        A record votes once in every column, by the type of its own value alone, and not at all where that is missing:
+        it moves all votes together by at most √columns in l2 norm. One Gaussian mechanism with multiplier `sigma`.
+    """
+    votes = np.zeros((len(columns), len(KINDS)))
+    for j, values in enumerate(columns):
+        for value in values:
+            if canonical(value) is not None:
+                flag, number = type(value).__name__ in ("bool", "bool_"), isinstance(value, Number)
+                votes[j, KINDS.index("flag" if flag else "numeric" if number else "categorical")] += 1
+    return [KINDS[int(k)] for k in release(votes, len(columns), sigma, streams, label).argmax(axis=1)]
 
 
 class Forest:
@@ -134,15 +153,63 @@ def ranges(
             counts[j] += np.bincount(place, minlength=len(boundaries) - 1)
     noise = sigma * math.sqrt(len(columns))
     noisy = release(counts, len(columns), sigma, streams, label)
-    limit = 10.0 ** _DECADES[1]
-    result = []
-    for row in noisy:
-        # Bins that stand out of the noise, or hold a hundredth of the records; the tallest if none does.
-        found = np.flatnonzero(row > max(2.5 * noise, 0.01 * row.clip(0).sum(), 0.5))
-        first, last = (found[0], found[-1]) if len(found) else (row.argmax(),) * 2
-        low, high = np.clip([boundaries[first], boundaries[last + 1]], -limit, limit)
-        result.append((float(low), float(high)))
-    return result
+    # By magnitude, smallest first: the bin around zero stands before both sides.
+    negative, zero, positive = noisy[:, :_SIDE][:, ::-1], noisy[:, _SIDE : _SIDE + 1], noisy[:, _SIDE + 1 :]
+    folded = np.concatenate([zero, negative + positive], axis=1)
+    common = folded.mean(axis=0).clip(0)  # where columns lie in general speaks where one of them is hard to make out
+    return [_span(*sides, noise, common) for sides in zip(zero[:, 0], negative, positive, strict=True)]
+
+
+def _span(
+    zero: float, negative: np.ndarray, positive: np.ndarray, noise: float, common: np.ndarray
+) -> tuple[float, float]:
+    """The range of one column from its noisy counts by magnitude: post-processing.
+
+    Counts stand out together or not at all: a run of neighbouring bins is believed when it holds three deviations more
+    than two a bin, which noise does in less than one column of a thousand, however many bins there are.
+    """
+    folded = np.concatenate([[zero], negative + positive])
+    first, last = _runs(folded, noise * math.sqrt(2), common)
+    high = 10.0 ** (_DECADES[0] + (_DECADES[1] - _DECADES[0]) * min(last, _SIDE - 1) / (_SIDE - 1))
+    if last == 0:
+        return -high, high
+    inside = slice(max(first - 1, 0), last)
+    minus, plus = float(negative[inside].sum()), float(positive[inside].sum())
+    doubt = 2 * noise * math.sqrt(max(1, last - first + 1))
+    total = max(minus + plus + (zero if first == 0 else 0.0), doubt)
+    low = 10.0 ** (_DECADES[0] + (_DECADES[1] - _DECADES[0]) * (first - 1) / (_SIDE - 1)) if first else 0.0
+    low = low if low * 5 > high else 0.0  # a gap next to zero that is small beside the range is no gap
+    # A side is left out when it is certain to be nearly empty: cutting records off costs more than a wide range.
+    if minus + doubt < 0.2 * total:
+        return low, high
+    if plus + doubt < 0.2 * total:
+        return -high, -low
+    return -high, high
+
+
+def _runs(counts: np.ndarray, noise: float, common: np.ndarray) -> tuple[int, int]:
+    """First and last bin of what stands out of the noise."""
+    noise = max(noise, 0.1)
+    found = _stretches(counts - _DRIFT * noise, _EVIDENCE * noise)
+    if found:
+        return found[0][0], found[-1][1]
+    # Nothing does: the two decades that hold most, with the help of the other columns.
+    sums = np.convolve(counts + common, np.ones(_WINDOW), "valid")
+    return int(sums.argmax()), int(sums.argmax()) + _WINDOW - 1
+
+
+def _stretches(steps: np.ndarray, least: float, offset: int = 0) -> list[tuple[int, int]]:
+    """First and last place of the stretch with the largest sum, then of those left and right of it, above `least`."""
+    if not len(steps):
+        return []
+    sums = np.concatenate([[0.0], np.cumsum(steps)])
+    gains = sums[1:] - np.minimum.accumulate(sums)[:-1]
+    last = int(gains.argmax())
+    if gains[last] <= least:
+        return []
+    first = int(sums[: last + 1].argmin())
+    left = _stretches(steps[:first], least, offset)
+    return [*left, (offset + first, offset + last), *_stretches(steps[last + 1 :], least, offset + last + 1)]
 
 
 def symmetric_grid() -> np.ndarray:

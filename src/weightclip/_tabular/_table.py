@@ -15,6 +15,7 @@ from weightclip.errors import WeightclipError
 from ._columns import BUCKETS, Column, canonical
 
 _WORDS = {"true": 1.0, "false": 0.0}
+_ARROW_NUMBERS = ("int", "uint", "float", "double", "halffloat", "decimal")
 BLOCK = 1 << 16  # rows handled at a time
 
 
@@ -44,17 +45,21 @@ class Table:
 
 def bucket(value: str) -> int:
     """The public hash of a category."""
-    return int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8, person=b"wclip-bucket").digest(), "little") % (
-        BUCKETS
-    )
+    data = value.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=b"wclip-bucket").digest(), "little") % BUCKETS
 
 
 class Coder:
-    """Codes of one categorical column: place in the declared list, or bucket of the hash; remembers what it saw."""
+    """Codes of one categorical column: place in the declared list, or bucket of the hash.
+
+    Formal guarantees:
+        A value's code is a function of its own spelling (`canonical`) and of the public list. What is remembered for
+        speed is remembered by that spelling, so earlier records cannot change the code of later ones.
+    """
 
     def __init__(self, column: Column) -> None:
         self.declared = column.categories is not None
-        self.known: dict[Any, float] = {}
+        self.known: dict[str, float] = {}
         if column.categories is not None:
             self.places = {category: float(i) for i, category in enumerate(column.categories)}
 
@@ -62,14 +67,14 @@ class Coder:
         known = self.known
         if len(known) > 1_000_000:  # a column of identifiers: forget, do not exhaust memory
             known.clear()
-        return np.fromiter((known[v] if v in known else self._add(v) for v in values), np.float64, len(values))
+        texts = (v if type(v) is str else canonical(v) for v in values)
+        return np.fromiter((known[t] if t in known else self._add(t) for t in texts), np.float64, len(values))
 
-    def _add(self, value: Any) -> float:
-        text = canonical(value)
+    def _add(self, text: str | None) -> float:
         if text is None:
-            return math.nan  # NaN equals no key: it is looked at anew each time
+            return math.nan
         code = self.places.get(text, math.nan) if self.declared else float(bucket(text))
-        self.known[value] = code
+        self.known[text] = code
         return code
 
 
@@ -96,15 +101,13 @@ def _from_polars(series: Any) -> np.ndarray:
 
 def _from_arrow(column: Any) -> np.ndarray:
     kind = str(column.type)
-    if kind.startswith(("int", "uint", "float", "double", "halffloat", "decimal")):
-        return np.asarray(column.cast("double").to_numpy(zero_copy_only=False), dtype=np.float64)
+    if kind.startswith(_ARROW_NUMBERS):
+        return np.asarray(column.cast("double", safe=False).to_numpy(zero_copy_only=False), dtype=np.float64)
     return _boxed(column.to_pylist())
 
 
 def _boxed(values: list[Any]) -> np.ndarray:
-    out = np.empty(len(values), dtype=object)
-    out[:] = values
-    return out
+    return np.fromiter(values, dtype=object, count=len(values))
 
 
 def _from_pandas(series: Any) -> np.ndarray:
@@ -116,38 +119,61 @@ def _from_pandas(series: Any) -> np.ndarray:
     return values
 
 
+def frame_kinds(X: Any) -> dict[str, str | None]:
+    """Kind of each column of a data frame or Arrow table by its declared type; no value is looked at.
+
+    None where a type says nothing: columns of Python objects.
+    """
+    if hasattr(X, "get_columns"):  # polars
+        return {str(s.name): _polars_kind(s.dtype) for s in X.get_columns()}
+    if hasattr(X, "column_names") and hasattr(X, "column"):  # Arrow
+        return {str(name): arrow_kind(X.column(name).type) for name in X.column_names}
+    return {str(name): _pandas_kind(X.iloc[:, i].dtype) for i, name in enumerate(X.columns)}
+
+
+def _polars_kind(dtype: Any) -> str | None:
+    if dtype.is_numeric():
+        return "numeric"
+    name = str(dtype)
+    return "flag" if name == "Boolean" else None if name.startswith("Object") else "categorical"
+
+
+def arrow_kind(type_: Any) -> str:
+    """Kind of a column of an Arrow table, by its type."""
+    name = str(type_)
+    return "numeric" if name.startswith(_ARROW_NUMBERS) else "flag" if name == "bool" else "categorical"
+
+
+def _pandas_kind(dtype: Any) -> str | None:
+    if isinstance(dtype, np.dtype) and dtype.kind == "O":
+        return None
+    return {"i": "numeric", "u": "numeric", "f": "numeric", "b": "flag"}.get(getattr(dtype, "kind", "O"), "categorical")
+
+
 def array_columns(X: np.ndarray) -> dict[str, np.ndarray]:
-    """Columns of a two-dimensional array, named by their number; objects that all are numbers become numbers."""
-    if X.dtype.kind in "iufb":
-        X = X.astype(np.float64)
-        return {str(j): X[:, j] for j in range(X.shape[1])}
-    return {str(j): _objects(X[:, j]) for j in range(X.shape[1])}
+    """Columns of a two-dimensional array, named by their number."""
+    if X.dtype.kind in "iuf":
+        X = np.asarray(X, dtype=np.float64)
+    elif X.dtype.kind == "O":
+        for v in X.ravel():
+            if not (v is None or np.isscalar(v) or hasattr(v, "__float__")):
+                raise TypeError(f"argument must be a string or a number, not {type(v).__name__!r}")
+    else:
+        X = X.astype(object)
+    return {str(j): X[:, j] for j in range(X.shape[1])}
 
 
-def _objects(values: np.ndarray) -> np.ndarray:
-    for v in values:
-        if not (v is None or np.isscalar(v)):
-            raise TypeError(f"argument must be a string or a number, not {type(v).__name__!r}")
-    if any(isinstance(v, (str, bytes)) for v in values):
-        return values.astype(object)
-    return np.array([math.nan if v is None else float(v) for v in values], dtype=np.float64)
-
-
-def describe(name: str, values: np.ndarray) -> Column:
-    """What a column's type alone says of it."""
-    if values.dtype.kind == "f":
-        return Column(name, "numeric")
-    present = [v for v in values[:1000] if canonical(v) is not None]
-    if present and all(type(v).__name__ in ("bool", "bool_") for v in present):
-        return Column(name, "flag")
-    return Column(name, "categorical")
+def array_kinds(dtype: np.dtype, columns: int) -> dict[str, str | None]:
+    """Kinds of the columns of an array by its type; None for Python objects (and lists, which have no type)."""
+    kind = {"i": "numeric", "u": "numeric", "f": "numeric", "b": "flag", "O": None}.get(dtype.kind, "categorical")
+    return {str(j): kind for j in range(columns)}
 
 
 def to_values(columns: Sequence[Column], arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Raw values of named columns.  # records x columns
+    """Raw values of named columns, each converted on its own.  # records x columns
 
     Raises:
-        WeightclipError: A column is missing, or one declared numeric holds text.
+        WeightclipError: A column is missing.
     """
     missing = [c.name for c in columns if c.name not in arrays]
     if missing:
@@ -159,34 +185,35 @@ def to_values(columns: Sequence[Column], arrays: Mapping[str, np.ndarray]) -> np
         if column.kind == "categorical":
             values[:, j] = Coder(column)(raw.tolist())
         else:
-            values[:, j] = raw if raw.dtype.kind == "f" else to_numbers(column.name, raw.tolist())
+            values[:, j] = raw if raw.dtype.kind == "f" else to_numbers(raw.tolist())
     return values
 
 
-def to_numbers(name: str, values: Sequence[Any], first_row: int | None = None) -> np.ndarray:
-    """Numbers from text or objects; empty text and None are missing, true and false are 1 and 0.
+def to_numbers(values: Sequence[Any]) -> np.ndarray:
+    """Numbers from text or objects, one by one: true and false are 1 and 0, whatever is no number is missing.
 
-    Raises:
-        WeightclipError: A value is no number. Its text is not repeated: the message may travel further than the data.
+    Formal guarantees:
+        Entry i is a function of value i alone, and no value raises: one odd record becomes one missing value.
     """
     try:
         return np.array([math.nan if v is None or v == "" else float(v) for v in values], dtype=np.float64)
-    except (TypeError, ValueError):
-        words = [_WORDS.get(v.lower(), v) if isinstance(v, str) else v for v in values]
-        if words != list(values):
-            return to_numbers(name, words, first_row)
-        where = ""
-        if first_row is not None:
-            where = f" (row {first_row + next(i for i, v in enumerate(values) if not _is_number(v))})"
-        raise WeightclipError(
-            f"column {name!r} is numeric but holds a value that is no number{where}: "
-            "declare it categorical in the schema, or clean it."
-        ) from None
+    except Exception:  # one of them is no number: look at each
+        return np.array([_number(v) for v in values], dtype=np.float64)
 
 
-def _is_number(value: Any) -> bool:
+def _number(value: Any) -> float:
+    if isinstance(value, str) and value.lower() in _WORDS:
+        return _WORDS[value.lower()]
     try:
-        float(value or 0)
-    except (TypeError, ValueError):
-        return False
-    return True
+        return float(value)
+    except Exception:  # text, a missing value of pandas, a number too large, somebody's own class
+        return math.nan
+
+
+def first_text(values: Sequence[Any], numbers: np.ndarray) -> int | None:
+    """Place of the first value that is neither missing nor a number, if there is one; `numbers` are `to_numbers`."""
+    for i in np.flatnonzero(np.isnan(numbers)).tolist():
+        text = canonical(values[i])
+        if text is not None and text.strip().lower() not in ("", "nan", "+nan", "-nan"):
+            return i
+    return None

@@ -5,6 +5,7 @@
 - :func:`falsify` searches for a record whose gradient exceeds its certified bound;
 - :func:`step_law` measures exactly how far one record moves a step, over hostile neighbouring data sets;
 - :func:`run_law` checks noise, sampling and ledger of a run against what the engine states;
+- :func:`estimator_check` sends canary rows through ``fit`` of the estimators;
 - :func:`sampled_releases`, :func:`two_worlds` and :func:`one_run` give lower bounds of epsilon from samples.
 """
 
@@ -21,6 +22,9 @@ from weightclip.audit._checks import Check as Check
 from weightclip.audit._checks import Effort as Effort
 from weightclip.audit._checks import Examination as Examination
 from weightclip.audit._checks import gdp_estimate_of as gdp_estimate_of
+from weightclip.audit._estimators import Canary as Canary
+from weightclip.audit._estimators import canaries as canaries
+from weightclip.audit._estimators import estimator_check as estimator_check
 from weightclip.audit._falsifier import Falsification as Falsification
 from weightclip.audit._falsifier import LayerFinding as LayerFinding
 from weightclip.audit._falsifier import falsify as falsify

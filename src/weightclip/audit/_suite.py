@@ -12,6 +12,7 @@ from typing import Any
 from weightclip.audit._accountants import GRID, SHORT_GRID, AccountantRow, compare_accountants
 from weightclip.audit._built_in import subjects
 from weightclip.audit._checks import FULL, QUICK, Check, Examination, json_ready, one_run_check
+from weightclip.audit._estimators import canaries, estimator_check
 from weightclip.audit._printed import Caught, catch_printed
 
 PRINTED_AT_LEAST = 5.0
@@ -141,6 +142,13 @@ def _tasks(report: Report) -> list[tuple[str, Callable[[], None]]]:
         check("random draws: sampled releases", lambda: sharp.releases(first, 0.1))
     else:
         check("random draws: two worlds", lambda: sharp.two_worlds(first, 0.25))
+
+    for canary in canaries():
+        runs = 70 if report.quick else 400
+        check(
+            f"estimators: {canary.name}",
+            lambda c=canary, r=runs: estimator_check(c, delta=delta, runs=r, seed=seed),
+        )
 
     def printed() -> None:
         report.printed += catch_printed(seed, 60_000 if report.quick else 200_000, delta)

@@ -35,11 +35,11 @@ def certify(
             if m["steps"] == public["steps"] and m["q"] == public["sample_rate"]
         )
         settings = public["settings"]
-    except (KeyError, TypeError, ValueError, StopIteration) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError, StopIteration) as error:
         raise WeightclipError(
             f"model {model}: its privacy report is not complete ({type(error).__name__}: {error})."
         ) from error
-    if found > claimed * (1 + 1e-6):
+    if not found <= claimed * (1 + 1e-6):  # also where one of them is no number
         raise WeightclipError(
             f"model {model} claims epsilon {claimed:.6g}, but its mechanisms amount to {found:.6g} at delta {delta:g}."
         )
@@ -63,9 +63,12 @@ def certify(
 def _check_noise(layers: list[dict[str, Any]], sigma: float, joint: bool, model: Path) -> None:
     """The noise of every layer has to carry the stated multiplier for the stated sensitivities."""
     ratios = [layer["noise"] / layer["sensitivity"] for layer in layers]
-    reached = min(ratios) if joint else sum(r**-2 for r in ratios) ** -0.5
-    if not math.isfinite(reached) or reached < sigma * (1 - 1e-6):
-        raise WeightclipError(f"model {model}: its noise has multiplier {reached:.6g}, its report says {sigma:.6g}.")
+    worst = min(ratios)
+    reached = worst if joint or worst == 0 else sum(r**-2 for r in ratios) ** -0.5
+    if sigma is None or not math.isfinite(reached) or not reached >= sigma * (1 - 1e-6):
+        raise WeightclipError(
+            f"model {model}: its noise has multiplier {reached:.6g}, its report says {sigma or 0:.6g}."
+        )
 
 
 def _certificate(fitted, settings: dict[str, Any]):

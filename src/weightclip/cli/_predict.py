@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import IO, Annotated
 
 import typer
 
+from weightclip.cli._out import check_file, whole_file
 from weightclip.errors import WeightclipError
 
 
@@ -31,25 +30,18 @@ def predict(
     from weightclip._tabular import _files, _folder
     from weightclip._tabular._model import Model
 
+    source = _files.File(data, delimiter)
+    if out is not None:
+        check_file(out, (data,))
     tensors, pipeline, _ = _folder.load(model)
     fitted = Model.load(tensors, pipeline)
     if proba and fitted.task != "classification":
         raise WeightclipError(f"--proba: {model} predicts numbers, not classes.")
     if out is None:
-        _write(fitted, _files.File(data, delimiter), sys.stdout, proba, as_json)
+        _write(fitted, source, sys.stdout, proba, as_json)
         return
-    handle, temporary = -1, ""
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.absolute().parent)
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            _write(fitted, _files.File(data, delimiter), file, proba, as_json)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, out)
-    except OSError as error:
-        raise WeightclipError(f"--out {out}: cannot write it ({error.strerror or error}).") from error
-    finally:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
+    with whole_file(out) as file:
+        _write(fitted, source, file, proba, as_json)
 
 
 def _write(model, source, file: IO[str], proba: bool, as_json: bool) -> None:
@@ -61,7 +53,7 @@ def _write(model, source, file: IO[str], proba: bool, as_json: bool) -> None:
     if not as_json:
         writer.writerow(heads)
     row, unknown = 0, Counter[str]()
-    for block in source.blocks():
+    for block in source.blocks([c.name for c in model.encoder.columns]):
         values = features(model.encoder.columns, block, source.path, row)
         row += len(values)
         unknown.update(model.encoder.unknown(values))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table as Grid
 
@@ -33,6 +32,9 @@ def train(
     epochs: Annotated[float | None, typer.Option(help="passes over the data")] = None,
     public_scaling: Annotated[bool, typer.Option(help="scale by public ranges alone, pay nothing for it")] = False,
     non_private_scaling: Annotated[bool, typer.Option(help="read feature statistics UNPAID (epsilon = inf)")] = False,
+    n_records: Annotated[
+        int | None, typer.Option(help="public number of records, if the true one is private", min=1)
+    ] = None,
     delimiter: Annotated[str | None, typer.Option(help="of delimited text (default comma, tab for .tsv)")] = None,
     seed: Annotated[int | None, typer.Option(help="repeatable noise, for experiments only")] = None,
     accountant: Annotated[str, typer.Option(help="pld or rdp")] = "pld",
@@ -45,6 +47,7 @@ def train(
     """
     from weightclip._streams import Streams
     from weightclip._tabular import _defaults, _files, _folder
+    from weightclip._tabular._checks import check_budget
     from weightclip._tabular._fit import (
         NonPrivateScaling,
         Plan,
@@ -57,25 +60,33 @@ def train(
     regression = _task(task)
     if public_scaling and non_private_scaling:
         raise WeightclipError("--public-scaling and --non-private-scaling exclude each other.")
-    if not epsilon > 0:
-        raise WeightclipError(f"--epsilon must be positive, got {epsilon:g}.")
-    if delta is not None and not 0 < delta < 1:
-        raise WeightclipError(f"--delta must lie strictly between 0 and 1, got {delta:g}.")
+    check_budget(epsilon, delta, "--epsilon", "--delta")
+    _check_settings(accountant, epochs, seed, hidden)
     known = _schema(schema, classes, target_range, ignore, categorical, target)
-    _check_folder(out, overwrite)
+    if regression and known.classes is not None:
+        raise WeightclipError("--classes belongs to classification; for a numeric target give --target-range.")
+    if not regression and known.target_range is not None:
+        raise WeightclipError("--target-range belongs to --task regression.")
+    _folder.check_place(out, overwrite, "--out ")
     console = Console(stderr=True)
-    with tempfile.TemporaryDirectory(prefix="weightclip-") as scratch, Progress(console=console, transient=True) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         reading = bar.add_task("reading", total=None)
         try:
-            loaded = _files.load(_files.File(data, delimiter), target, known, Path(scratch), regression)
+            loaded = _files.load(_files.File(data, delimiter), target, known, regression)
         except OSError as error:
             raise WeightclipError(f"cannot set up a scratch file ({error.strerror or error}).") from error
         bar.remove_task(reading)
-        n = len(loaded.table)
-        if not as_json:
-            console.print(_types(loaded))
+        n = len(loaded.table) if n_records is None else n_records
         how = NonPrivateScaling() if non_private_scaling else PublicScaling() if public_scaling else PrivateScaling()
-        steps = bar.add_task("training", total=None)
+        steps, described = bar.add_task("training", total=None), False
+
+        def shown(done: int, total: int) -> None:
+            nonlocal described
+            if not (described or as_json):  # training has begun: nothing was wrong with the table or the options
+                console.print(_types(loaded))
+            described = True
+            bar.update(steps, completed=done, total=total)
+
         chosen: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
         if hidden is not None:
             chosen["hidden_layer_sizes"] = _widths(hidden)
@@ -84,12 +95,13 @@ def train(
             if loaded.inferred
             else []
         )
-        notes += ["delta was set from the number of records, which counts as public"] if delta is None else []
+        if delta is None and n_records is None:
+            notes.append("delta was set from the number of records, which counts as public")
         plan = Plan(
             epsilon, _defaults.delta(n) if delta is None else delta, how, chosen, accountant,
             Streams.secure() if seed is None else Streams.seeded(seed),
-            progress=lambda done, total: bar.update(steps, completed=done, total=total),
-            not_covered=tuple(notes),
+            progress=shown,
+            not_covered=tuple(notes), records=n,
         )  # fmt: skip
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -113,7 +125,7 @@ def train(
                 model, report, _ = fit_classifier(loaded.table, codes, loaded.classes, target, plan)
         _folder.save(out, model.tensors(), model.pipeline(), report, overwrite=overwrite)
     for warning in caught:
-        console.print(f"[yellow]warning:[/yellow] {warning.message}", highlight=False)
+        console.print(f"[yellow]warning:[/yellow] {escape(str(warning.message))}", highlight=False)
     if as_json:
         print(json.dumps(report))
     else:
@@ -132,36 +144,50 @@ def _schema(path, classes, target_range, ignore, categorical, target: str):
     from weightclip._tabular import Column, Schema
 
     known = Schema() if path is None else Schema.read(path)
-    if target in known.ignore or known.column(target) is not None:
+    if known.column(target) is not None:
         raise WeightclipError(f"the schema describes {target!r} as a feature, but it is the target.")
+    if target in known.ignore or target in (ignore or ()):
+        raise WeightclipError(f"column {target!r} is ignored (--ignore or the schema), but it is the target.")
+    if target in (categorical or ()):
+        raise WeightclipError(f"--categorical {target!r}: that is the target; its labels are classes already.")
     if classes is not None:
-        known = replace(known, classes=tuple(c.strip() for c in classes.split(",")))
-        if len(set(known.classes or ())) != len(known.classes or ()):
+        labels = tuple(c.strip() for c in classes.split(","))
+        if "" in labels or len(labels) < 2:
+            raise WeightclipError(f"--classes must be two or more labels, separated by commas; got {classes!r}.")
+        if len(set(labels)) != len(labels):
             raise WeightclipError("--classes lists a label twice.")
+        known = replace(known, classes=labels)
+    elif known.classes is not None and len(set(known.classes)) != len(known.classes):
+        raise WeightclipError("the schema lists a class twice.")
     if target_range is not None:
         try:
             low, high = (float(v) for v in target_range.split(","))
         except ValueError:
             raise WeightclipError(f"--target-range must be LOW,HIGH, got {target_range!r}.") from None
         known = replace(known, target_range=(low, high))
-    if known.target_range is not None and not known.target_range[0] < known.target_range[1]:
-        raise WeightclipError(f"--target-range must be LOW,HIGH with LOW < HIGH, got {known.target_range}.")
-    extra = tuple(Column(name, "categorical") for name in categorical or () if known.column(name) is None)
+        if not -1e300 < low < high < 1e300:
+            raise WeightclipError(f"--target-range must be LOW,HIGH with LOW < HIGH, got {target_range!r}.")
+    if both := set(ignore or ()) & {*(categorical or ()), *(c.name for c in known.columns)}:
+        raise WeightclipError(f"column {min(both)!r} is described and ignored: choose one.")
+    other = [c.name for c in known.columns if c.name in (categorical or ()) and c.kind != "categorical"]
+    if other:
+        raise WeightclipError(f"--categorical {other[0]!r}: the schema gives it another type.")
+    extra = tuple(
+        Column(name, "categorical") for name in dict.fromkeys(categorical or ()) if known.column(name) is None
+    )
     return replace(known, columns=known.columns + extra, ignore=known.ignore + tuple(ignore or ()))
 
 
-def _check_folder(out: Path, overwrite: bool) -> None:
-    """Refuse early what could not be written after minutes of training."""
-    from weightclip._tabular._folder import CHECKSUMS
-
-    if out.exists() and not (overwrite and (out / CHECKSUMS).is_file()):
-        hint = "it is no model folder" if overwrite else "choose another, or add --overwrite"
-        raise WeightclipError(f"--out {out} exists already: {hint}.")
-    parent = out.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise WeightclipError(f"--out {out}: no permission to write into {parent}.")
+def _check_settings(accountant: str, epochs: float | None, seed: int | None, hidden: str | None) -> None:
+    """Refuse options that would fail only after the table was read."""
+    if accountant not in ("pld", "rdp"):
+        raise WeightclipError(f"--accountant must be pld or rdp, got {accountant!r}.")
+    if epochs is not None and not 0 < epochs <= 1e6:
+        raise WeightclipError(f"--epochs must be a number above 0 (at most a million), got {epochs:g}.")
+    if seed is not None and not 0 <= seed < 1 << 63:
+        raise WeightclipError(f"--seed must be a whole number from 0 to 2^63 - 1, got {seed}.")
+    if hidden is not None:
+        _widths(hidden)
 
 
 def _widths(text: str) -> tuple[int, ...]:
@@ -171,7 +197,7 @@ def _widths(text: str) -> tuple[int, ...]:
         widths = tuple(int(v) for v in text.split(","))
     except ValueError:
         widths = (0,)
-    if min(widths) < 1:
+    if min(widths) < 1 or max(widths) > 1 << 16 or len(widths) > 64:
         raise WeightclipError(f"--hidden must be widths like 16 or 32,16, or none; got {text!r}.")
     return widths
 
@@ -189,5 +215,5 @@ def _types(loaded) -> Grid:
         grid.add_column(head)
     for c in loaded.table.columns:
         public = f"[{c.low:g}, {c.high:g}]" if c.bounded else f"{len(c.categories)} categories" if c.categories else "-"
-        grid.add_row(c.name, c.kind, public.replace("[", r"\["), "values" if c.name in loaded.inferred else "declared")
+        grid.add_row(escape(c.name), c.kind, escape(public), "values" if c.name in loaded.inferred else "declared")
     return grid

@@ -42,6 +42,9 @@ def tune(
 
     Example: weightclip tune adult
     """
+    import numpy as np
+    from safetensors.numpy import save_file
+
     from weightclip.study import data
     from weightclip.study._space import PRINTED_METHODS, PRIVATE
     from weightclip.study._store import Store
@@ -59,15 +62,16 @@ def tune(
         results = {}
         for method in names:
             found = accounted_search(
-                dataset, method, group_norm=group_norm, total_epsilon=epsilon, mean_runs=mean_runs, seed=seed,
-                progress=say,
-            )  # fmt: skip
-            results[method] = found.to_json()
+                dataset, method, group_norm=group_norm, total_epsilon=epsilon, mean_runs=mean_runs, seed=seed
+            )
+            model = out / f"accounted_{dataset}_{method}.safetensors"
+            save_file({k: np.ascontiguousarray(v) for k, v in found.tensors().items()}, model)
+            results[method] = {**found.to_json(), "model": str(model)}
             if not as_json:
                 typer.echo(
                     f"{method}: total ε = {found.epsilon:.4g} at δ = {found.delta:.3g} for the whole search "
                     f"({found.mean_runs:g} runs on average; one run alone {found.run_epsilon:.4g}), noisy validation "
-                    f"accuracy {found.score:.4f}"
+                    f"accuracy {found.score:.4f}; its model: {model}"
                 )
         (out / f"accounted_{dataset}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         if as_json:

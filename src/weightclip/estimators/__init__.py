@@ -6,6 +6,9 @@ from weightclip._tabular._fit import NonPrivateScaling as NonPrivateScaling
 from weightclip._tabular._fit import PrivateScaling as PrivateScaling
 from weightclip._tabular._fit import PublicScaling as PublicScaling
 
+from ._calibrate import calibrate as calibrate
 from ._classifier import LipDPClassifier as LipDPClassifier
+from ._importances import Importances as Importances
+from ._importances import public_importances as public_importances
 from ._inputs import PrivacyCostWarning as PrivacyCostWarning
 from ._regressor import LipDPRegressor as LipDPRegressor

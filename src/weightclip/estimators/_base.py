@@ -11,18 +11,31 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils.validation import check_array, check_is_fitted, validate_data
+from sklearn.utils.validation import check_array, check_consistent_length, check_is_fitted, validate_data
 
 from weightclip._streams import Streams
 from weightclip._tabular import _defaults, _folder
+from weightclip._tabular._checks import check_budget
 from weightclip._tabular._columns import Column, Schema, canonical
-from weightclip._tabular._fit import NonPrivateScaling, Plan, PrivateScaling, PublicScaling
+from weightclip._tabular._fit import NonPrivateScaling, Plan, PrivateScaling, PublicScaling, find_kinds
 from weightclip._tabular._model import Model
 from weightclip._tabular._onnx import to_onnx
-from weightclip._tabular._table import array_columns, describe, frame_columns, is_frame, to_values
+from weightclip._tabular._table import (
+    Table,
+    array_columns,
+    array_kinds,
+    frame_columns,
+    frame_kinds,
+    is_frame,
+    to_values,
+)
 from weightclip.errors import WeightclipError
 
-from ._inputs import Progress, bounds_by_name, is_integer
+from ._importances import shares
+from ._inputs import Progress, bounds_by_name
+from ._loaded import inputs_json, named_columns, restore
+from ._settings import plain_settings
+from ._shapes import dense
 
 _CHOICES = ("hidden_layer_sizes", "epochs", "batch_fraction", "learning_rate", "gradient_cap", "joint_cap",
             "temperature", "bias_scale", "weight_norm")  # fmt: skip
@@ -67,6 +80,7 @@ class LipDP(BaseEstimator):
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
         tags.input_tags.allow_nan = True  # a missing value is a value
         tags.input_tags.categorical = True
         tags.input_tags.string = True
@@ -83,6 +97,7 @@ class LipDP(BaseEstimator):
         delta = _defaults.delta(n) if self.delta is None else self.delta
         if not (isinstance(delta, Real) and 0 < float(delta) < 1):
             raise WeightclipError(f"delta must lie strictly between 0 and 1, got {delta!r}.")
+        check_budget(float(self.epsilon), float(delta))
         if float(delta) > 1 / n:
             warnings.warn(f"delta = {float(delta):g} is above 1/n = {1 / n:g}: choose it far smaller.", stacklevel=4)
         how = PrivateScaling() if self.preprocessing is None else self.preprocessing
@@ -90,10 +105,7 @@ class LipDP(BaseEstimator):
             raise WeightclipError(
                 f"preprocessing must be PrivateScaling(), PublicScaling() or NonPrivateScaling(), got {how!r}."
             )
-        chosen = {name: value for name in _CHOICES if (value := getattr(self, name)) is not None}
-        if "hidden_layer_sizes" in chosen:
-            sizes = chosen["hidden_layer_sizes"]
-            chosen["hidden_layer_sizes"] = tuple(np.atleast_1d(np.asarray(sizes, dtype=int)).tolist())
+        chosen = plain_settings(self, _CHOICES)
         if self.delta is None:
             not_covered = [*not_covered, "delta was set from the number of records, which counts as public"]
         return Plan(
@@ -120,10 +132,16 @@ class LipDP(BaseEstimator):
 
     # -- tables ----------------------------------------------------------------------------------------------------
 
-    def _arrays(self, X: Any, reset: bool) -> dict[str, np.ndarray]:
-        """Columns of X by name, after scikit-learn's checks; at prediction under the names seen in fit."""
+    def _arrays(self, X: Any, reset: bool) -> tuple[dict[str, np.ndarray], dict[str, str | None]]:
+        """Columns of X and their declared kinds by name, after scikit-learn's checks; at prediction under fit's names.
+
+        Kinds come from types, never from values: None where there is no type (objects and lists).
+        """
+        X = dense(X)
+        if not reset and (found := named_columns(self, X)) is not None:
+            return found, {}
         if is_frame(X):
-            arrays = frame_columns(X)
+            arrays, kinds = frame_columns(X), frame_kinds(X)
             if len(arrays) != len(X.columns if hasattr(X, "columns") else X.column_names):
                 raise ValueError("two columns of X have the same name.")
             if not arrays:
@@ -131,42 +149,64 @@ class LipDP(BaseEstimator):
             validate_data(self, X, reset=reset, skip_check_array=True)  # type: ignore[arg-type]
             check_array(np.empty((len(next(iter(arrays.values()))), 1)), ensure_min_samples=1, ensure_all_finite=False)
         else:
-            if not hasattr(X, "dtype"):
-                X = np.asarray(X) if not hasattr(X, "shape") else X
-            text = getattr(X, "dtype", None) is not None and getattr(X.dtype, "kind", "") in "OUS"
-            X = validate_data(self, X, reset=reset, dtype=None if text else "numeric", ensure_all_finite=False)  # type: ignore[arg-type]
-            arrays = array_columns(X.astype(object) if X.dtype.kind in "US" else X)
+            # numpy would turn a list with one text in it into text altogether
+            X = np.asarray(X, dtype=object if isinstance(X, (list, tuple)) else None)
+            if X.ndim != 2:
+                raise ValueError(f"Expected 2D array, got {X.ndim}D array instead. Reshape your data.")
+            # scikit-learn looks at zeros of X's shape and type: none of its messages can repeat a value of X
+            zeros = np.broadcast_to(np.zeros((), dtype=X.dtype), X.shape)
+            validate_data(self, zeros, reset=reset, dtype=None, ensure_all_finite=False)  # type: ignore[arg-type]
+            arrays, kinds = array_columns(X), array_kinds(X.dtype, X.shape[1])
         if reset:
-            self._names = list(arrays)
-            return arrays
-        return dict(zip(self._names, arrays.values(), strict=True))
+            self._names, self._by_name = list(arrays), False
+            return arrays, kinds
+        return dict(zip(self._names, arrays.values(), strict=True)), kinds
 
-    def _describe(self, arrays: dict[str, np.ndarray], X: Any) -> tuple[Column, ...]:
-        """Public descriptions of the columns: from the schema, `feature_bounds` and `categories`, then their types."""
+    def _describe(
+        self, arrays: dict[str, np.ndarray], kinds: dict[str, str | None]
+    ) -> tuple[tuple[Column, ...], tuple[str, ...]]:
+        """Public descriptions of the columns, and the names of those for which nobody declared a kind.
+
+        Descriptions come from the schema, `feature_bounds` and `categories`, then from declared types.
+        """
         schema = self._schema()
         bounds = bounds_by_name(self.feature_bounds, list(arrays))
         listed = {str(k): tuple(canonical(c) or "" for c in v) for k, v in (self.categories or {}).items()}
         for name in [*listed, *(c.name for c in schema.columns)]:
             if name not in arrays:
                 raise WeightclipError(f"column {name!r} is described, but X has no such column.")
-        columns = []
-        for name, values in arrays.items():
+        columns, untyped = [], []
+        for name in arrays:
             if name in schema.ignore:
                 continue
-            column = schema.column(name) or describe(name, values)
+            column = schema.column(name)
             if name in listed:
                 column = Column(name, "categorical", categories=listed[name])
-            elif name in bounds and column.kind == "numeric":
-                whole = bounds[name] == (0.0, 1.0) and is_integer(X, name)
-                column = Column(name, "flag") if whole else Column(name, "numeric", *bounds[name])
+            else:
+                named = isinstance(self.feature_bounds, Mapping) and name in bounds  # a range by name says: a number
+                untyped += [name] if column is None and kinds[name] is None and not named else []
+                column = column or Column(name, kinds[name] or "numeric")
+                if name in bounds and column.kind == "numeric":
+                    column = Column(name, "numeric", *bounds[name])
             columns.append(column)
         if not columns:
             raise WeightclipError("no columns are left: the schema ignores all of them.")
-        return tuple(columns)
+        return tuple(columns), tuple(untyped)
+
+    def _table(self, X: Any, rows: int, not_covered: Sequence[str]) -> tuple[Table, Plan]:
+        """X as a table of numbers, with the plan of the fit (which has paid for kinds that nobody declared)."""
+        arrays, kinds = self._arrays(X, reset=True)
+        check_consistent_length(next(iter(arrays.values())), range(rows))
+        columns, untyped = self._describe(arrays, kinds)
+        columns, plan = find_kinds(columns, untyped, arrays, self._plan(rows, not_covered))
+        numbers = isinstance(X, np.ndarray) and X.dtype == np.float64 and [c.name for c in columns] == list(arrays)
+        if numbers and not any(c.kind == "categorical" for c in columns):
+            return Table(columns, X), plan  # as they are: no copy
+        return Table(columns, to_values(columns, arrays)), plan
 
     def _values(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
-        return to_values(self.model_.encoder.columns, self._arrays(X, reset=False))
+        return to_values(self.model_.encoder.columns, self._arrays(X, reset=False)[0])
 
     # -- after the fit ---------------------------------------------------------------------------------------------
 
@@ -176,6 +216,12 @@ class LipDP(BaseEstimator):
         self.epsilon_ = float(report["epsilon"])
         self.delta_ = float(report["delta"])
         self.n_iter_ = run.steps
+
+    @property
+    def feature_importances_(self) -> np.ndarray:
+        """Share of each column in what the model does, from the released model alone: costs nothing."""
+        check_is_fitted(self)
+        return shares(self)
 
     def to_torch(self):
         """The network as a plain ``torch.nn.Module`` on encoded features (see `encode`)."""
@@ -199,8 +245,9 @@ class LipDP(BaseEstimator):
         """Write a model folder: safetensors, JSON and a model card, with checksums and without pickle."""
         check_is_fitted(self)
         return _folder.save(
-            folder, self.model_.tensors(), self.model_.pipeline(), self.privacy_report_, overwrite=overwrite
-        )
+            folder, self.model_.tensors(), {**self.model_.pipeline(), **inputs_json(self)}, self.privacy_report_,
+            overwrite=overwrite,
+        )  # fmt: skip
 
     @classmethod
     def load(cls, folder: str | Path):
@@ -211,11 +258,5 @@ class LipDP(BaseEstimator):
         if model.task != wanted:
             raise WeightclipError(f"model {folder} is for {model.task}, not {wanted}.")
         estimator = cls(epsilon=report["target_epsilon"], delta=report["delta"])
-        estimator.model_, estimator.privacy_report_ = model, report
-        estimator.epsilon_, estimator.delta_ = float(report["epsilon"]), float(report["delta"])
-        estimator.n_iter_ = report["public"].get("steps", 0)
-        estimator._names = [c.name for c in model.encoder.columns]
-        estimator.n_features_in_ = len(estimator._names)
-        if model.task == "classification":
-            estimator.classes_ = np.array(model.classes)
+        restore(estimator, model, pipeline, report)
         return estimator

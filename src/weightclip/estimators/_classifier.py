@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_consistent_length, column_or_1d
 
 from weightclip._tabular._fit import fit_classifier
-from weightclip._tabular._table import Table, to_values
 from weightclip.errors import WeightclipError
 
 from ._base import LipDP
-from ._inputs import labels, threads, warn_of_repetition
+from ._inputs import labels, places_of, threads, warn_of_repetition
+from ._settings import class_list
+from ._shapes import one_target
+from ._weights import weigh
 
 
 class LipDPClassifier(ClassifierMixin, LipDP):
@@ -90,8 +91,14 @@ class LipDPClassifier(ClassifierMixin, LipDP):
         tags.classifier_tags.poor_score = True  # a hundred records and epsilon = 1 teach little: that is the point
         return tags
 
-    def fit(self, X: Any, y: Any) -> LipDPClassifier:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LipDPClassifier:
         """Fit on private records.
+
+        Args:
+            X: Records: a data frame, an array, a sparse matrix (which is written out) or lists.
+            y: Labels.
+            sample_weight: One number from 0 to 1 for each record, its chance to take part in a step it was drawn for;
+                cut beyond. A weight is a private part of its record.
 
         Formal guarantees:
             Everything the fitted estimator holds is (epsilon_, delta_)-DP under adding or removing one record, given
@@ -100,17 +107,17 @@ class LipDPClassifier(ClassifierMixin, LipDP):
         """
         if y is None:
             raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
-        warn_of_repetition()
-        arrays = self._arrays(X, reset=True)
-        y = labels(column_or_1d(y, warn=True))
-        check_consistent_length(next(iter(arrays.values())), y)
-        check_classification_targets(y)
-        schema_classes = self._schema().classes
-        declared = self.classes if self.classes is not None else schema_classes
+        one_target(y)
+        warn_of_repetition(self.epsilon)
+        declared = self.classes if self.classes is not None else self._schema().classes
+        y = labels(y, declared is not None)
+        uncovered = [] if declared is not None else ["the list of classes was taken from y"]
+        table, plan = self._table(X, len(y), uncovered)
         if declared is None:
+            check_classification_targets(y)
             self.classes_ = np.unique(y)
         else:
-            self.classes_ = np.asarray(declared)
+            self.classes_ = class_list(declared)
         if len(self.classes_) < 2:
             raise ValueError(
                 f"Classifier can't train when only one class is present: y holds {len(self.classes_)} class."
@@ -121,17 +128,12 @@ class LipDPClassifier(ClassifierMixin, LipDP):
             warnings.warn(
                 f"{len(self.classes_)} classes share one budget: expect little accuracy at small epsilon.", stacklevel=2
             )
-        places = {label: i for i, label in enumerate(self.classes_.tolist())}
-        codes = np.array([places.get(label, -1) for label in y.tolist()], dtype=np.int64)
+        codes = places_of(y, self.classes_)
         if len(self.classes_) == 2:
             codes = np.where(codes < 0, 2, codes)  # outside [0, 1]: contributes nothing
-        columns = self._describe(arrays, X)
-        table = Table(columns, to_values(columns, arrays))
-        uncovered = [] if declared is not None else ["the list of classes was taken from y"]
         with threads(self.n_jobs):
-            model, report, run = fit_classifier(
-                table, codes, tuple(self.classes_.tolist()), "", self._plan(len(table), uncovered)
-            )
+            plan = weigh(plan, sample_weight, len(table))
+            model, report, run = fit_classifier(table, codes, tuple(self.classes_.tolist()), "", plan)
         self._finish(model, report, run)
         return self
 

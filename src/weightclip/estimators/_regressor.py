@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import RegressorMixin
-from sklearn.utils.validation import check_consistent_length, column_or_1d
 
 from weightclip._tabular._fit import PublicScaling, fit_regressor
-from weightclip._tabular._table import Table, to_values
+from weightclip._tabular._table import to_numbers
 from weightclip.errors import WeightclipError
 
 from ._base import LipDP
 from ._inputs import labels, threads, warn_of_repetition
+from ._shapes import one_target
+from ._weights import weigh
 
 
 class LipDPRegressor(RegressorMixin, LipDP):
@@ -60,17 +61,14 @@ class LipDPRegressor(RegressorMixin, LipDP):
         tags.regressor_tags.poor_score = True
         return tags
 
-    def fit(self, X: Any, y: Any) -> LipDPRegressor:
-        """Fit on private records; guarantees as those of `LipDPClassifier.fit`."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LipDPRegressor:
+        """Fit on private records; arguments and guarantees as those of `LipDPClassifier.fit`."""
         if y is None:
             raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
         if self.loss not in ("huber", "l1"):
             raise WeightclipError(f"loss must be 'huber' or 'l1', got {self.loss!r}.")
-        warn_of_repetition()
-        arrays = self._arrays(X, reset=True)
-        y = labels(column_or_1d(y, warn=True))
-        check_consistent_length(next(iter(arrays.values())), y)
-        y = y.astype(np.float64)
+        one_target(y)
+        warn_of_repetition(self.epsilon)
         span = self.target_bounds or self._schema().target_range
         if span is not None:
             span = (float(span[0]), float(span[1]))
@@ -78,10 +76,12 @@ class LipDPRegressor(RegressorMixin, LipDP):
                 raise WeightclipError(f"target_bounds must be (low, high) with low < high, got {span}.")
         elif isinstance(self.preprocessing, PublicScaling):
             raise WeightclipError("PublicScaling needs target_bounds, the public range of the target.")
-        columns = self._describe(arrays, X)
-        table = Table(columns, to_values(columns, arrays))
+        y = labels(y, span is not None)
+        target = y.astype(np.float64) if y.dtype.kind in "iufb" else to_numbers(y.tolist())
+        table, plan = self._table(X, len(y), ())
         with threads(self.n_jobs):
-            model, report, run = fit_regressor(table, y, span, "", self._plan(len(table), ()))
+            plan = weigh(plan, sample_weight, len(table))
+            model, report, run = fit_regressor(table, target, span, "", plan)
         self._finish(model, report, run)
         return self
 

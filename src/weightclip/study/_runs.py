@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from weightclip import accounting
-from weightclip._fast_mlp import Budget, Logistic, Settings, Softmax
+from weightclip._fast_mlp import Budget, Logistic, Run, Settings, Softmax
+from weightclip._streams import Streams
 from weightclip.errors import WeightclipError
 from weightclip.mechanisms import AdamAware, Allocation, Equal
 
@@ -231,6 +232,23 @@ def _sound(prepared, method, group_norm, configs, seeds, X, y, target, accountan
         for by_seed, norm in zip(runs, norms, strict=True)
     ]
     return outputs, costs
+
+
+def train_one(prepared: Prepared, method: str, group_norm: bool, config: Config, streams: Streams) -> tuple[Run, int]:
+    """One run of a sound method with sums in float64, and how many validation records it gets right (a secret).
+
+    Formal guarantees: the run alone is `Run.mechanism` on the training part; the count is exact, and moves by at most
+    one for a validation record.
+    """
+    train, valid = prepared.parts.train, prepared.parts.valid
+    norm = _norm(config, group_norm)
+    objective = Logistic() if prepared.classes == 2 else Softmax(prepared.classes)
+    settings = settings_of(config, method, prepared)
+    run = train_stacked(
+        prepared.X[train], prepared.y[train], [settings], [norm], [streams], objective=objective, noise=config["sigma"]
+    )[0][0]
+    guesses = _probabilities(stacked_logits(run, norm, prepared.X[valid])).argmax(axis=1)
+    return run, int((guesses == prepared.y[valid]).sum())
 
 
 def _probabilities(z: torch.Tensor) -> np.ndarray:

@@ -174,14 +174,14 @@ def train_stacked(
     y: np.ndarray,
     settings: Sequence[Settings],
     norms: Sequence[GroupNorm | None],
-    seeds: Sequence[int],
+    seeds: Sequence[int | Streams],
     *,
     objective: Objective,
     noise: float | Budget | Sequence[float],
     dtype: torch.dtype = torch.float64,
 ) -> list[list[Run]]:
     """`weightclip._fast_mlp.train_many` for the study's networks: same draws, noise and guarantees; runs by setting."""
-    streams = [Streams.seeded(s) for s in seeds]
+    streams = [s if isinstance(s, Streams) else Streams.seeded(s) for s in seeds]
     data = Data(X, y, objective, None, len(streams), torch.device("cpu"))
     stacks: dict[tuple, list[int]] = defaultdict(list)
     for i, (s, norm) in enumerate(zip(settings, norms, strict=True)):

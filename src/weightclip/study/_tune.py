@@ -6,21 +6,25 @@ random number of random trials and releases the best one only (Papernot and Stei
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from weightclip import accounting
+from weightclip._fast_mlp import Run
+from weightclip._fast_mlp._settings import OVERFLOW
+from weightclip._streams import Streams
 from weightclip.errors import WeightclipError
 
 from ._paper import printed
-from ._runs import compute_runs, evaluate, prepare, run_key
+from ._runs import compute_runs, prepare, run_key, train_one
 from ._search import SEARCH_SEED
 from ._space import Choice, Config, Range, Space, our_space, paper_space
 from ._store import Store
@@ -171,35 +175,44 @@ def _propose(points: Sequence[np.ndarray], done: Sequence[Trial], count: int, se
     return [u for u in found.clamp(0, 1 - 1e-9).numpy()]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Accounted:
-    """The outcome of a search that was paid for.
+    """The one thing that an accounted search releases: its winner.
+
+    Neither the number of runs nor anything about the others is kept: that is what the guarantee rests on.
 
     Attributes:
-        config: The released configuration (None if the random number of runs was 0).
+        config: The released configuration.
         score: Its released, noisy validation accuracy.
+        weights: (weight, bias) of every layer of the winner's model; they multiply the projected input.
         epsilon: Total ε of the search *and* the released model, at ``delta``.
         delta: δ.
         run_epsilon: ε of one run alone, its noisy score included.
         mean_runs: Mean of the random number of runs.
-        runs: The number drawn; shown for the study, secret in a release.
         score_sigma: Noise multiplier of the score's count of right answers.
         covered: What ε covers.
+        secure: Whether all randomness came from the operating system.
     """
 
-    config: Config | None
-    score: float | None
+    config: Config
+    score: float
+    weights: tuple[tuple[np.ndarray, np.ndarray], ...]
     epsilon: float
     delta: float
     run_epsilon: float
     mean_runs: float
-    runs: int
     score_sigma: float
     covered: str
+    secure: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values, all but the weights."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "weights"}
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The winner's weights by name."""
+        names = ("weight", "bias")
+        return {f"layers.{k}.{n}": v for k, layer in enumerate(self.weights) for n, v in zip(names, layer, strict=True)}
 
 
 def accounted_search(
@@ -212,7 +225,6 @@ def accounted_search(
     score_sigma: float = 10.0,
     steps_like: Config | None = None,
     seed: int | None = None,
-    progress: Callable[[str], None] | None = None,
 ) -> Accounted:
     """A search whose *total* ε is the target: a geometric number of random trials, the best released.
 
@@ -223,8 +235,11 @@ def accounted_search(
     Formal guarantees:
         (epsilon, delta)-DP as a whole under adding or removing one record of the training or the validation part, by
         Papernot and Steinke (2022) through `accounting.search_cost`: the number of runs follows a law fixed beforehand
-        and candidates are independent of the data. Feature statistics taken from the data are not covered. With
-        ``seed`` the draws repeat, and the guarantee holds only while the seed stays secret.
+        and is told to nobody, candidates are independent of the data, and nothing of a run that did not win is shown
+        or kept. Sums are formed in float64, their rounding is inside the noise scales (SOUNDNESS section 6). Feature
+        statistics taken from the data are not covered, nor is the time the search takes, which tells of the number of
+        runs. Randomness has 256 bits from the operating system; with ``seed`` the draws repeat, and the guarantee
+        holds only while the seed stays secret.
 
     Args:
         dataset: Data set.
@@ -235,7 +250,6 @@ def accounted_search(
         score_sigma: Noise multiplier of the validation count.
         steps_like: Configuration that fixes width, batches and epochs; 16, 8 and 8 by default.
         seed: For experiments that must repeat.
-        progress: Called with a line per run.
     """
     from ._space import PRINTED_METHODS, PRIVATE
 
@@ -254,14 +268,48 @@ def accounted_search(
     batch = max(1, round(n / fixed["batches"]))
     q = batch / n
     steps = max(1, round(fixed["epochs"] * max(1, round(1 / q))))
+    sigma, total, alone = _noise(target, delta, q, steps, mean_runs, score_sigma)
+    root = Streams.secure() if seed is None else Streams.seeded(seed)
+    rng = root.numpy("tune/search")
+    runs = int(rng.geometric(1 / mean_runs))  # mean 1/p, at least one
+    best: tuple[float, Config, Run] | None = None
+    valid = len(prepared.parts.valid)
+    for i in range(runs):
+        config = {**free.config(rng.uniform(size=len(free.names))), "sigma": sigma}
+        streams = Streams(root.key("tune/run", i), seed=seed)
+        run, right = train_one(prepared, method, group_norm, config, streams)
+        noisy = (right + score_sigma * float(rng.standard_normal())) / valid
+        if best is None or noisy > best[0]:
+            best = (noisy, config, run)
+    assert best is not None
+    return Accounted(
+        config=best[1],
+        score=best[0],
+        weights=tuple((w.numpy(), b.numpy()) for w, b in best[2].weights),
+        epsilon=total,
+        delta=delta,
+        run_epsilon=alone,
+        mean_runs=mean_runs,
+        score_sigma=score_sigma,
+        covered=f"search, validation and the released model (add or remove one record); {prepared.covered}",
+        secure=root.is_secure,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _noise(
+    target: float, delta: float, q: float, steps: int, mean_runs: float, score_sigma: float
+) -> tuple[float, float, float]:
+    """Noise multiplier of a run, ε of search and release together (at most the target), ε of one run alone."""
     law = accounting.NegativeBinomialRuns(mean=mean_runs, shape=1.0)
     count = accounting.Mechanism("gaussian", score_sigma, 1.0, 1, label="noisy validation count")
+    overflow = (1 + math.exp(min(target, 30.0))) * mean_runs * steps * OVERFLOW  # a draw beyond what the slack covers
 
     def mechanisms(sigma: float) -> list[accounting.Mechanism]:
         return [accounting.Mechanism("gaussian", sigma, q, steps, label="noisy gradients"), count]
 
     def total(sigma: float) -> float:
-        return accounting.search_cost(mechanisms(sigma), delta, law)
+        return accounting.search_cost(mechanisms(sigma), delta - overflow, law)
 
     low, high = 0.3, 1000.0
     if total(high) > target:
@@ -271,30 +319,7 @@ def accounted_search(
     while high / low > 1.002:  # σ for which search and release together cost the target
         middle = math.sqrt(low * high)
         low, high = (middle, high) if total(middle) > target else (low, middle)
-    sigma = high
-    rng = np.random.default_rng(seed)
-    runs = int(rng.geometric(1 / mean_runs))  # mean 1/p, at least one
-    best: tuple[float, Config] | None = None
-    valid = len(prepared.parts.valid)
-    for i in range(runs):
-        config = {**free.config(rng.uniform(size=len(free.names))), "sigma": sigma}
-        value = evaluate(prepared, method, group_norm, [config], [int(rng.integers(2**31))], "valid")[0][0]
-        noisy = (value["accuracy"] * valid + rng.normal(0, score_sigma)) / valid
-        if best is None or noisy > best[0]:
-            best = (noisy, config)
-        if progress is not None:
-            progress(f"run {i + 1}: noisy validation accuracy {noisy:.4f}")
-    return Accounted(
-        config=best[1] if best else None,
-        score=best[0] if best else None,
-        epsilon=total(sigma),
-        delta=delta,
-        run_epsilon=accounting.epsilon(mechanisms(sigma), delta, "rdp"),
-        mean_runs=mean_runs,
-        runs=runs,
-        score_sigma=score_sigma,
-        covered=f"search, validation and the released model (add or remove one record); {prepared.covered}",
-    )
+    return high, total(high), accounting.epsilon(mechanisms(high), delta, "rdp")
 
 
 def plot_pareto(path: str | Path, fronts: Mapping[str, Sequence[Trial]], title: str = "") -> Path:

@@ -1,0 +1,112 @@
+"""Numeric targets: their private range and scale before training, and a last look at the predictions after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from weightclip._streams import Streams
+from weightclip.accounting import Mechanism
+
+from . import _private as private
+from ._columns import Column
+from ._encoder import FEW_LEVELS, LEVELS
+from ._private import Forest, mixed_grid, ranges
+from ._table import Table
+
+_UNIT = 1.0  # of a target that the network learns, in standard deviations: Huber's loss bounds what lies far out
+_ONE = 2.0**30  # sums are kept in whole units of 1/_ONE
+_REACH = 2.0  # swings and targets are cut at this many units in the last look
+
+
+@dataclass(frozen=True)
+class Target:
+    """How a numeric target is scaled.
+
+    Attributes:
+        low, high: Interval that holds nearly all of it; predictions stay inside.
+        middle, unit: What the network learns is (y − middle)/unit.
+    """
+
+    low: float
+    high: float
+    middle: float
+    unit: float
+
+    @classmethod
+    def public(cls, low: float, high: float) -> Target:
+        """From a public range."""
+        return cls(low, high, (low + high) / 2, max((high - low) / 2, 1e-12 * max(1.0, abs(low), abs(high))))
+
+
+def fit_target(
+    y: np.ndarray, span: tuple[float, float] | None, sigma: float, streams: Streams, n: int
+) -> tuple[Target, tuple[Mechanism, ...]]:
+    """Range, middle and spread of a target, and what they cost.
+
+    Quantiles are read where the noise still leaves them (a fifth from the ends, with little data) and carried on to the
+    ends as a normal law would, each side by its own spread: a range that is cut short costs more than one a bit wide.
+
+    Formal guarantees:
+        At most two Gaussian mechanisms, listed, that together have multiplier `sigma` (0 is not private); all else is
+        post-processing. A public range `span` saves the first.
+    """
+    blocks = Table((Column("target", "numeric"),), y[:, None]).blocks
+    coarse, fine = (sigma * math.sqrt(3), sigma * math.sqrt(1.5)) if span is None else (0.0, sigma)
+    whole = span or ranges(blocks, (0,), coarse, streams, "target/range")[0]
+    levels = LEVELS if fine * LEVELS / 2 / n < 0.03 else FEW_LEVELS
+    forest = Forest([mixed_grid(*whole, levels)], blocks, (0,), fine, streams, "target/quantiles")
+    tail = min(0.2, max(0.005, 1.5 * forest.error() / max(forest.totals[0], 1.0)))
+    inner = max(tail, 0.1)
+    low, left, middle, right, high = forest.quantiles(0, np.array([tail, inner, 0.5, 1 - inner, 1 - tail])).tolist()
+    reach = max(1.0, 2.6 / float(stats.norm.isf(tail)))  # as far as a two-hundredth of a normal law
+    grid = forest.boundaries[0]
+    least = max(float(np.min(np.diff(np.unique(grid)))), 1e-9 * max(1.0, abs(low), abs(high)))
+    unit = max(_UNIT * (right - left) / (2 * float(stats.norm.isf(inner))), least)
+    low = max(float(grid[0]), middle - reach * (middle - low), middle - 8 * unit)
+    high = min(float(grid[-1]), middle + reach * (high - middle), middle + 8 * unit)
+    if span is not None:
+        low, high = span
+    elif high - low < least:
+        low, high = (low + high - least) / 2, (low + high + least) / 2
+    labels = (("range of the target", coarse), ("quantiles of the target", fine))
+    paid = tuple(Mechanism("gaussian", s, 1.0, 1, label=label) for label, s in labels if s > 0)
+    return Target(low, high, middle, unit), paid
+
+
+def agreement(
+    blocks: Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]], middle: float, sigma: float, streams: Streams
+) -> float:
+    """The factor, from 0 to 1, by which predictions should swing around `middle`.
+
+    With little data the noise of training can move predictions further from the targets than the middle is. Two sums
+    tell how much of a prediction's swing the targets follow; what they do not follow is taken back.
+
+    Args:
+        blocks: Makes a pass over (predictions, targets), both in the units that the network learnt.
+        middle: Prediction for an average record, as released.
+        sigma: Noise multiplier; 0 is not private.
+        streams: Randomness.
+
+    Formal guarantees:
+        Releases Σuv and Σu² over records, u and v being prediction and target less the middle, cut to [−1, 1]: one
+        record moves the two by at most √2 in l2 norm, hence one Gaussian mechanism with multiplier `sigma` under
+        adding or removing one record. Terms are whole multiples of 2^-30 and their sums are exact; a record whose
+        target or prediction is not finite counts zero. The factor is post-processing.
+    """
+    total = np.zeros(2, dtype=np.int64)
+    for predictions, targets in blocks():
+        u, v = (np.clip((x - middle) / _REACH, -1.0, 1.0) for x in (predictions, targets))
+        good = np.isfinite(u) & np.isfinite(v)
+        u, v = np.where(good, u, 0.0), np.where(good, v, 0.0)
+        total += np.rint(np.stack([u * v, u * u]) * _ONE).astype(np.int64).sum(axis=1)
+    both, own = private.release(total / _ONE, 2 * (1 + 1e-5), sigma, streams, "target/agreement").tolist()
+    noise = sigma * math.sqrt(2)
+    own = max(own, 1.5 * noise, 1e-9)
+    slope = both / own
+    # Only what is surely noise is taken back: one deviation is added before the slope is believed to be small.
+    return min(1.0, max(0.0, slope + noise * math.sqrt(1 + min(slope, 1.0) ** 2) / own))

@@ -1,0 +1,74 @@
+"""Deliberate leaks around the mechanism of a fit: the estimators' audit must find every one of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import weightclip._tabular._encoder as encoder
+import weightclip._tabular._fit as fit
+import weightclip._tabular._table as table
+import weightclip.estimators._base as base
+import weightclip.estimators._classifier as classifier
+from weightclip._tabular._columns import canonical
+from weightclip.audit._estimators import canaries, estimator_check
+
+
+def codes_by_equality(patch):
+    def call(self, values):
+        seen: dict = {}
+        return np.array([seen.setdefault(v, self._add(canonical(v))) for v in values])
+
+    patch.setattr(table.Coder, "__call__", call)
+
+
+def labels_of_one_type(patch):
+    def places_of(y, classes):
+        places = {label: i for i, label in enumerate(classes.tolist())}
+        return np.array([places.get(label, -1) for label in y.tolist()])
+
+    patch.setattr(classifier, "labels", lambda y, declared: np.asarray(y))
+    patch.setattr(classifier, "places_of", places_of)
+
+
+def whole_numbers_are_flags(patch):
+    real = base.array_kinds
+    patch.setattr(base, "array_kinds", lambda dtype, n: real(np.dtype(bool) if dtype.kind in "iu" else dtype, n))
+
+
+def kinds_read_from_values(patch):
+    def kinds(columns, sigma, streams, label):
+        return ["categorical" if any(isinstance(v, str) for v in c) else "numeric" for c in columns]
+
+    patch.setattr(fit, "column_kinds", kinds)
+
+
+def lists_become_arrays(patch):
+    real = base.LipDP._arrays
+    patch.setattr(base.LipDP, "_arrays", lambda self, X, reset: real(self, np.asarray(X), reset))
+
+
+def ranges_read_from_values(patch):
+    def ranges(chunks, columns, sigma, streams, label):
+        blocks = [block[:, columns] for block in chunks()]
+        highest = np.nanmax(np.concatenate(blocks), axis=0)
+        return [(0.0, float(min(h, 1e12))) for h in highest]
+
+    patch.setattr(encoder, "ranges", ranges)
+
+
+MUTANTS = [
+    (codes_by_equality, "True among ones"), (codes_by_equality, "1.00 among 1.0"),
+    (labels_of_one_type, "text in a list of labels"), (whole_numbers_are_flags, "missing value among whole numbers"),
+    (kinds_read_from_values, "text among booleans"), (lists_become_arrays, "text in a list of lists"),
+    (ranges_read_from_values, "a target far away"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("leak, canary", MUTANTS, ids=[f"{m.__name__}, {c}" for m, c in MUTANTS])
+def test_the_audit_finds_the_leak(leak, canary, monkeypatch):
+    leak(monkeypatch)
+    found = estimator_check(next(c for c in canaries() if c.name == canary), runs=80)
+    assert found.violation and found.measured > found.allowed and not math.isnan(found.measured)
