@@ -171,7 +171,8 @@ class TrainingLoop:
         In a recording this is part of the branch that looks at weights, which the backward pass waits for.
         """
         if self._recorder.aside is None:
-            self._limits.set(self._sensitivities)
+            # with quantiles limits are written by others too, and sensitivities never come from the cache
+            self._limits.set(self._sensitivities, constant=self._quantiles is None and self._gains.weightless)
         else:
             with torch.cuda.stream(self._recorder.aside):
                 self._limits.set(self._sensitivities)

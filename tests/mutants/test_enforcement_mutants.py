@@ -123,7 +123,7 @@ def products_pass_through_the_parameters(patch: Patch) -> None:
 @mutant(limited("float"))
 def limits_larger_than_the_noise(patch: Patch) -> None:
     real = Limits.set
-    patch.setattr(Limits, "set", lambda self, sensitivities: real(self, 2 * sensitivities))
+    patch.setattr(Limits, "set", lambda self, sensitivities, constant=False: real(self, 2 * sensitivities))
 
 
 @mutant(limited("more uses than certified"))

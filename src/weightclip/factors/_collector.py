@@ -75,21 +75,28 @@ class Limits:
         self.table = torch.stack([layer._wc_limits for layer in layers])
         self.caps = self.table[:, 2]
         self.moving = [i for i, moves in enumerate(moving) if moves]
+        self._places = [self.caps[i] for i in self.moving]
+        self._constant: Tensor | None = None
         self._mask = torch.tensor(list(moving), device=self.table.device)
         self._shares = torch.tensor(self.shares, dtype=torch.float64, device=self.table.device)
         for layer, row in zip(layers, self.table, strict=True):
             layer._wc_limits = row
 
     @torch.no_grad()
-    def set(self, sensitivities: Tensor) -> None:
-        """Limits of the release with these sensitivities; nothing waits for a device."""
-        if not self.moving:
+    def set(self, sensitivities: Tensor, constant: bool = False) -> None:
+        """Limits of the release with these sensitivities; nothing waits for a device.
+
+        ``constant``: the very same numbers as whenever this tensor comes, so that once is enough.
+        """
+        if not self.moving or sensitivities is self._constant:  # bounds that no weight enters stay what they are
             return
         if sensitivities.is_cpu:
-            for i, value in enumerate(sensitivities.tolist()):
-                if i in self.moving:
-                    self.caps[i] = value * self.shares[i]
+            values = sensitivities.tolist()
+            for i, place in zip(self.moving, self._places, strict=True):
+                place.fill_(values[i] * self.shares[i])
+            self._constant = sensitivities if constant else None
             return
+        self._constant = None
         values = sensitivities * self._shares
         self.caps.copy_(values if len(self.moving) == len(self.shares) else torch.where(self._mask, values, self.caps))
 

@@ -48,6 +48,9 @@ def patch_counts(size: int, kernel: int, stride: int, dilation: int, padding: in
 def patch_norm_squared(x: Tensor, out: tuple[int, ...], kernel, stride, dilation, padding) -> Tensor:
     """||U_i||_F^2 of each record's patch matrix, without forming it: squares weighted by patch counts."""
     energy = wide(x).square().sum(1) + x.shape[1] * torch.finfo(torch.float32).tiny  # records x spatial
+    if not transforming():
+        weights = patch_weights(x, tuple(out), tuple(kernel), stride, dilation, padding)
+        return (energy.flatten(1) * weights).sum(1)
     for axis in reversed(range(len(out))):
         counts = patch_counts(
             x.shape[2 + axis], kernel[axis], stride[axis], dilation[axis], padding[axis], out[axis], x

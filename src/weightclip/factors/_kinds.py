@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,14 +50,14 @@ def trains(layer: Any) -> tuple[bool, bool]:
 def shape_of(layer: Any, x: Tensor, d: Tensor) -> Shape:
     """The numbers of one use of a convolution: padding that kernels do not know was done before."""
     kernel, stride, dilation = tuple(layer.kernel_size), tuple(layer.stride), tuple(layer.dilation)
-    padding: Any = layer.padding
+    given: Any = layer.padding
     if isinstance(layer, ConvTransposeNd):
-        axes = zip(kernel, stride, padding, dilation, x.shape[2:], d.shape[2:], strict=True)
+        axes = zip(kernel, stride, given, dilation, x.shape[2:], d.shape[2:], strict=True)
         extra = tuple(out - ((n - 1) * s - 2 * p + e * (k - 1) + 1) for k, s, p, e, n, out in axes)
-        return Shape(kernel, stride, tuple(padding), dilation, layer.groups, True, extra)
-    outside = layer.padding_mode != "zeros" or isinstance(padding, str)
-    zeros = (0,) * len(kernel)
-    return Shape(kernel, stride, zeros if outside else tuple(padding), dilation, layer.groups, False, zeros)
+        return Shape(kernel, stride, tuple(given), dilation, layer.groups, True, extra)
+    zeros: tuple[int, ...] = (0,) * len(kernel)
+    padding = zeros if layer.padding_mode != "zeros" or isinstance(given, str) else cast("tuple[int, ...]", given)
+    return Shape(kernel, stride, tuple(padding), dilation, layer.groups, False, zeros)
 
 
 def first_of(layer: Any, x: Tensor) -> int:
