@@ -74,7 +74,7 @@ def test_detach_gives_the_plain_model_back(bounds: wc.Bounds) -> None:
     plain = mlp()
     run = private(mlp(), table(8), sigma=1.0, bounds=bounds).train()
     spent, weights = run.engine.get_epsilon(1e-5), run.weights()
-    model = run.engine.detach()
+    model = run.engine.detach(keep_projection=False)
     assert model is run.model and [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
     assert [sorted(m.__dict__) for m in model.modules()] == [sorted(m.__dict__) for m in plain.modules()]
     assert not any(m._forward_hooks or m._forward_pre_hooks or list(m.buffers()) for m in model.modules())
@@ -164,6 +164,20 @@ def test_weights_only_is_asked_for() -> None:
     for bounds in (wc.Bounds(weight_norm=1.0, input_radius=1.0), wc.Bounds(limit=wc.Certified(), input_radius=2.0)):
         run = private(mlp(), table(8), bounds=bounds)
         assert run.engine.bounds == bounds and not run.engine.report()["joint_cap"]
+
+
+def test_a_detached_model_computes_what_was_trained() -> None:
+    """Inputs were projected in training: without the projection another function would be deployed in silence."""
+    run = private(mlp(), table(8), sigma=1.0, bounds=wc.Bounds(input_radius=0.5)).train()
+    x = 10 * table(8)[0]
+    with torch.no_grad():
+        trained = run.model(x)
+        model = run.engine.detach()
+        assert torch.equal(model(x), trained)
+        plain = mlp()
+        plain.load_state_dict(model.state_dict())
+        assert not torch.allclose(plain(x), trained)
+        assert torch.allclose(nn.Sequential(wc.nn.Project(0.5), plain)(x), trained, atol=1e-6)
 
 
 def test_sequences_concatenation_and_shared_layers_train() -> None:

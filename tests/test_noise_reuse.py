@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import weightclip as wc
 from weightclip._digest import _mixed, tensors_digest
 
+pytestmark = pytest.mark.filterwarnings("ignore::weightclip.errors.UncountedReleases")
 FIXED = wc.Bounds(layer_radius=1.0, cotangent_radius=0.5)  # noise of one size whatever the weights are
 
 

@@ -31,12 +31,14 @@ class Probe:
         collector: Where its layers send their factors.
         cut: Inside this context the model's output has its graph behind it, and its random numbers are those of the
             given number.
+        again: Around the backward pass, where activations that are computed again may draw again.
     """
 
     def __init__(
-        self, model: nn.Module, collector: Any, cut: Callable[[int], contextlib.AbstractContextManager]
-    ) -> None:
-        self.model, self.collector, self.cut = model, collector, cut
+        self, model: nn.Module, collector: Any, cut: Callable[[int], contextlib.AbstractContextManager],
+        again: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ) -> None:  # fmt: skip
+        self.model, self.collector, self.cut, self.again = model, collector, cut, again
         self.uses: dict[int, int] = {}  # how often each entry was used in the last pass
 
     def __call__(self, inputs: Sequence[Any], masks: int = 0) -> Facts:
@@ -64,7 +66,7 @@ class Probe:
             gradient = _waves(output)
             self.collector.probe = look
             try:
-                with self.collector.collection(rows):
+                with self.collector.collection(rows), self.again():
                     self.collector.backward(output, gradient, [])
             finally:
                 self.collector.probe = None

@@ -78,6 +78,8 @@ class BufferGuard:
                     "saved model. Freeze such modules with eval(), or use ones without running statistics."
                 )
 
+    before._weightclip = after._weightclip = True  # type: ignore[attr-defined] # hooks of ours, left out of copies
+
     def __deepcopy__(self, memo: dict[int, Any]) -> BufferGuard:
         return BufferGuard(nn.Module())  # a copied model is its owner's business
 

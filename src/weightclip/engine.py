@@ -312,7 +312,8 @@ class PrivacyEngine(TrainingLoop):
             finally:
                 self._gate.engine = engine
 
-        check_independence(Probe(self.model, self._collector, uncut), self._example, size)
+        again = self._randomness.scope if self._randomness.draws else contextlib.nullcontext
+        check_independence(Probe(self.model, self._collector, uncut, again), self._example, size)
 
     def _forward_key(self, call: int) -> bytes:
         """The secret key of what the model draws in its ``call``-th pass over the present piece."""

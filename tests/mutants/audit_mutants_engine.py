@@ -36,6 +36,7 @@ import weightclip.losses as losses
 import weightclip.sampling as sampling
 from weightclip._release import Release
 from weightclip._streams import Streams
+from weightclip.factors import Collector
 
 
 @mutant("noise for the mean added to the sum", "noise", ALIGNED)
@@ -137,13 +138,27 @@ def _not_enforced(limit: str) -> Patch:
 
 mutant("cotangent radius in the noise, not in the code", "bounds", RADII)(_not_enforced("cotangent"))
 mutant("input radius of a layer in the noise, not in the code", "bounds", RADII)(_not_enforced("radius"))
-mutant("joint cap in the noise, not in the code", "bounds", JOINT)(_not_enforced("joint"))
+
+
+def _unlimited(patch: pytest.MonkeyPatch) -> None:
+    """Without the limit at the product a release is as true as its certificate, and no more."""
+    patch.setattr(Collector, "_scale", lambda self, entry, x, d: None)
+
+
+@mutant("joint cap in the noise, not in the code", "bounds", JOINT)
+def _(patch: pytest.MonkeyPatch) -> None:
+    original = engine.Entry
+    patch.setattr(
+        engine, "Entry", lambda layer, weight, bias, uses, joint, measure: original(layer, weight, bias, uses)
+    )
+    _unlimited(patch)
 
 
 @mutant("input projection in the noise, not in the code", "bounds", ALIGNED)
 def _(patch: pytest.MonkeyPatch) -> None:
     original = gate.project_records
     patch.setattr(gate, "project_records", lambda x, radius, *rest: original(x, math.inf, *rest))
+    _unlimited(patch)
 
 
 @mutant("a record that is not finite reaches the sum", "bounds", ALIGNED)
@@ -153,6 +168,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         return x if math.isinf(radius) else x * (radius / norm.clamp(min=radius))
 
     patch.setattr(gate, "project_records", naive)
+    _unlimited(patch)
 
 
 @mutant("users counted instead of edges", "bounds", SHARED)
@@ -194,6 +210,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         if not self._skip:
             self._gate.clear()
 
+    _unlimited(patch)
     patch.setattr(gains.Gains, "current", current)
     patch.setattr(loop.TrainingLoop, "_before_step", before)
     patch.setattr(loop.TrainingLoop, "_after_step", after)

@@ -157,6 +157,7 @@ def numbers_start_again(patch: Patch) -> None:
 def the_loader_goes_back(patch: Patch) -> None:
     def back(self, state) -> None:
         self.draws, self._unfinished = state["draws"], None
+        self._number = lambda: state["draws"]  # in place of the engine's charges
 
     patch.setattr(PoissonLoader, "load_state_dict", back)
 

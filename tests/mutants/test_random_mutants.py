@@ -11,6 +11,7 @@ from tests.test_public_pieces import a_scheduler_of_iterations_does_not_see_the_
 from tests.test_randomness import augmentation_belongs_to_the_record, masks_do_not_come_from_the_users_seed
 from tests.test_strict import a_records_place_does_not_depend_on_the_others
 
+import weightclip as wc
 from weightclip import _loop
 from weightclip._adaptive import Quantiles
 from weightclip._digest import tensors_digest
@@ -108,7 +109,7 @@ def a_loaded_state_replays_draws(patch: Patch) -> None:
 
     def replay(self, state) -> None:
         load(self, state)
-        self._number = None
+        self._number, self.draws = None, state["draws"]
 
     patch.setattr(PoissonLoader, "load_state_dict", replay)
 
@@ -133,9 +134,10 @@ def strict_within_each_piece_only(patch: Patch) -> None:
     patch.setattr(Cutter, "_scattered", in_order)
 
 
+@pytest.mark.filterwarnings("ignore::weightclip.errors.UncountedReleases")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_mutant_is_killed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate, check = MUTANTS[name]
     mutate(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, wc.ContractError)):  # seen from outside, or refused by the engine itself
         check()

@@ -97,7 +97,7 @@ def falsify(
         bounds = _separate(subject.bounds, list(engine.plan.layers))
         searched = replace(subject, bounds=bounds, physical=None).start(ordinary, 0.0, rate=1.0).engine
         confirm = _through_engine(subject)
-    elif any(entry.uses > 1 for entry in engine._collector.entries):  # uses share one limit, which the engine adds up
+    elif any(e.uses > 1 and not e.layer._wc_flags & BOUND for e in engine._collector.entries):  # uses share one cap
         confirm = _through_engine(subject)
     with torch.random.fork_rng(devices=[]), opened(searched):
         torch.manual_seed(seed)
