@@ -53,7 +53,8 @@ def _check_streams(streams: Any, data: Any, tensors: dict[str, Tensor]) -> None:
     if streams is None:
         return
     fits = isinstance(streams, dict) and isinstance(streams.get("seed"), int) and isinstance(streams.get("path"), list)
-    _need(fits and all(type(n) is int and 0 <= n < 2**64 for n in streams["path"]) and isinstance(data, str), "'streams' is not complete")
+    words = fits and all(type(n) is int and -(2**63) <= n < 2**63 for n in streams["path"])  # nonces and digests
+    _need(words and isinstance(data, str), "'streams' is not complete")
     random = tensors.get("random.cpu")
     try:
         torch.Generator().set_state(random)  # type: ignore[arg-type]
