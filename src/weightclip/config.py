@@ -122,6 +122,12 @@ class Bounds:
             return self
         return replace(self, joint_cap=_DEFAULT_CAP)
 
+    def limits_all(self) -> bool:
+        """Whether every layer has a limit that asks nothing of the loss: a cap, or radii on both factors."""
+        whole = {name: getattr(self, name) is not None and not isinstance(getattr(self, name), Mapping)
+                 for name in ("joint_cap", "layer_cap", "layer_radius", "cotangent_radius")}  # fmt: skip
+        return whole["joint_cap"] or whole["layer_cap"] or (whole["layer_radius"] and whole["cotangent_radius"])
+
     def of(self, name: str, path: str) -> float | None:
         """The value of field ``name`` for the layer called ``path``."""
         value = getattr(self, name)

@@ -158,7 +158,7 @@ class PrivacyEngine(TrainingLoop):
             raise WeightclipError(
                 "Bounds.adaptive follows layer radii and caps under Gaussian noise: drop joint_cap and mechanism."
             )
-        loss = recognise(criterion)
+        loss = recognise(criterion, limited=self.bounds.limits_all())
         inputs = example if example is not None else _first_input(data_loader)
         inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         self._example = tuple(_zeros_like(a, self.device) for a in inputs)

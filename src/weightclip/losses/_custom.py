@@ -25,12 +25,14 @@ class PerRecordLoss(Loss):
 
     Args:
         fn: function (z, y) -> values of shape (N,), differentiable in z.
-        bound: l2 bound of one record's gradient at z.
+        bound: l2 bound of one record's gradient at z; None where every layer is limited by a cap or by both radii,
+            which needs no bound of the loss (the default bounds do).
         example: public (z, y) with at least two records, when random labels (0 or 1, or uniform in [0, 1)) will not do.
 
     Formal guarantees:
         As `Loss`, provided `fn` computes each record's value from that record alone: l2 and l∞ ≤ bound,
-        l1 ≤ √n·bound, n outputs. What `fn` raises on bad labels depends on the data and is not covered.
+        l1 ≤ √n·bound, n outputs. Without a bound gradients are finite and nothing more: a model whose certificate
+        needs one is refused. What `fn` raises on bad labels depends on the data and is not covered.
     """
 
     fn: Callable[[Tensor, Any], Tensor]
@@ -39,12 +41,15 @@ class PerRecordLoss(Loss):
     _tested: set = field(compare=False, repr=False)
 
     def __init__(
-        self, fn: Callable[[Tensor, Any], Tensor], bound: float, example: tuple[Tensor, Any] | None = None
-    ) -> None:
+        self, fn: Callable[[Tensor, Any], Tensor], bound: float | None = None,
+        example: tuple[Tensor, Any] | None = None,
+    ) -> None:  # fmt: skip
         if not callable(fn):
             raise ContractError(f"PerRecordLoss: fn must be a function (z, y) -> (N,), got {type(fn).__name__}")
-        _check_positive("PerRecordLoss", bound=bound)
-        for name, value in (("fn", fn), ("cap", float(bound)), ("example", example), ("_tested", set())):
+        if bound is not None:
+            _check_positive("PerRecordLoss", bound=bound)
+        cap = None if bound is None else float(bound)
+        for name, value in (("fn", fn), ("cap", cap), ("example", example), ("_tested", set())):
             object.__setattr__(self, name, value)
         if example is not None:
             self.check_records(*example)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from weightclip.errors import ContractError
 from weightclip.losses._angular import MultiMargin
 from weightclip.losses._base import Loss
 from weightclip.losses._cross_entropy import CrossEntropy
+from weightclip.losses._custom import PerRecordLoss
 from weightclip.losses._elementwise import L1, BCEWithLogits, Huber, SmoothL1
 
 
@@ -52,12 +54,29 @@ _FUNCTIONS: dict[Any, type[nn.Module]] = {
 }
 
 
-def recognise(criterion: Any) -> Loss:
-    """Give the loss with a known bound that equals the user's criterion, record by record.
+def _record_by_record(criterion: Any) -> Callable[[Any, Any], Any]:
+    """One value for each record: the mean over its own outputs or positions, which are as many for every record."""
+    unreduced: Any = criterion
+    if isinstance(criterion, nn.Module) and hasattr(criterion, "reduction"):
+        unreduced = copy.deepcopy(criterion)
+        unreduced.reduction = "none"
+
+    def values(z: Any, y: Any) -> Any:
+        found = unreduced(z, y)
+        return found.flatten(1).mean(1) if found.dim() > 1 and found.shape[0] == z.shape[0] else found
+
+    return values
+
+
+def recognise(criterion: Any, limited: bool = False) -> Loss:
+    """Give the loss that equals the user's criterion, record by record; with a known bound, unless ``limited``.
 
     Args:
         criterion: one of our losses (returned unchanged), a torch.nn loss with any reduction, or the function of
             torch.nn.functional behind it (also as functools.partial with keyword options).
+        limited: every layer of the model has a limit that needs no bound of the loss: any loss whose values can be had
+            record by record is taken (a torch.nn loss with a ``reduction``, or a function that returns one value for
+            each record).
 
     Raises:
         ContractError: if the criterion is unknown or has no gradient bound; the message names the way out.
@@ -79,6 +98,8 @@ def recognise(criterion: Any) -> Loss:
             except TypeError as error:
                 raise ContractError(f"criterion: options {sorted(options)} of {module.__name__}: {error}") from None
         # Exact types only: a subclass may compute something else.
+        if limited and type(criterion) not in _KNOWN and callable(criterion):
+            return PerRecordLoss(_record_by_record(criterion))
         if type(criterion) in _REFUSED:
             raise ContractError(f"criterion: {type(criterion).__name__} is refused: {_REFUSED[type(criterion)]}")
         if type(criterion) in _KNOWN:
