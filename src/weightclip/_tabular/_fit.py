@@ -163,7 +163,7 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
         and types, the classes and the plan.
     """
     n = plan.records or len(table)
-    fitted = _center(_preprocess(table, plan, n, _sigma(table, plan, n)), table, plan, n)
+    fitted = _center(_preprocess(table, plan, n), table, plan, n)
     objective = Logistic() if len(classes) == 2 else Softmax(len(classes))
     run = _train(table, fitted, codes, objective, plan, n)
     model = Model(fitted.encoder, fold(run.weights, run.settings.temperature), "classification", classes, target=target)
@@ -230,8 +230,8 @@ def _sigma(table: Table, plan: Plan, n: int) -> float:
     return 1 / (mu * math.sqrt(share))
 
 
-def _preprocess(table: Table, plan: Plan, n: int, sigma: float) -> Fitted:
-    fitted = _statistics(table, plan, n, sigma)
+def _preprocess(table: Table, plan: Plan, n: int, sigma: float | None = None) -> Fitted:
+    fitted = _statistics(table, plan, n, _sigma(table, plan, n) if sigma is None else sigma)
     notes = [f"{m.label}: released privately and paid for" for m in plan.spent]
     return replace(fitted, mechanisms=(*plan.spent, *fitted.mechanisms), statements=(*notes, *fitted.statements))
 
