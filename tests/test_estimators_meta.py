@@ -55,7 +55,7 @@ def multipliers(kind):
         words = [f"w{i}" for i in range(400)] if rare else ["a", "b"] * 200
         mixed = np.array([1, "x"] * 200 if rare else [1.5] * 400, dtype=object)
         tables.append(pd.DataFrame({"n": RNG.normal(0, spread, 400), "w": words, "o": mixed}))
-    reports = [kind(2.5, **QUICK).fit(table, np.arange(400) % 2).privacy_report_["mechanisms"] for table in tables]
+    reports = [kind(1.5, **QUICK).fit(table, np.arange(400) % 2).privacy_report_["mechanisms"] for table in tables]
     precision = [sum(m["steps"] / m["sigma"] ** 2 for m in report) for report in reports]
     means = [next(m["sigma"] for m in report if m["label"].startswith("means")) for report in reports]
     return precision, means, [r[0]["sigma"] for r in reports], [r[-1]["sigma"] for r in reports]
