@@ -179,10 +179,10 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
         if span is None:
             raise WeightclipError("PublicScaling needs the public range of the target.")
         scale = Target.public(*span)
-    else:  # one more private statistic, and the one that matters most: a third of what statistics get
-        scale, released = fit_target(y, span, sigma * math.sqrt(3), plan.streams, n)
+    else:  # one more private statistic, and one column of its own: a fifth of what statistics get
+        scale, released = fit_target(y, span, sigma * math.sqrt(5), plan.streams, n)
         plan = replace(plan, spent=(*plan.spent, *released))
-        sigma *= math.sqrt(3 / 2)
+        sigma *= math.sqrt(5 / 4)
     fitted = _center(_preprocess(table, plan, n, sigma), table, plan, n)
     check = 0.0
     if isinstance(plan.preprocessing, PrivateScaling):
