@@ -1,7 +1,10 @@
-"""Do fits without declared ranges collapse? Many seeds on synthetic tables, with ranges declared and not.
+r"""Do fits without declared ranges collapse? Many seeds on synthetic tables, with ranges declared and not.
 
-    python benchmarks/collapse.py --runs 50 --records 600,2000 --declared no
-    python benchmarks/collapse.py --runs 20 --records 20000 --epsilons 1 --tables plain,mixed --declared no --append
+    python benchmarks/collapse.py --runs 40 --records 600,2000 --tables plain,mixed --declared no
+    python benchmarks/collapse.py --runs 30 --records 600,2000 --tables noise --tasks regression --epsilons 1 \
+        --declared no --append
+    python benchmarks/collapse.py --runs 20 --records 20000 --epsilons 1 --columns 4 --tables plain,mixed \
+        --declared no --append
 
 A run has collapsed when its score (accuracy, R²) lies more than 0.1 below the median of its setting. For regression the
 last column counts runs whose R² lies more than 0.01 below that of a constant, the mean of the fit's own predictions.

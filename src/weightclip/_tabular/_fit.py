@@ -172,7 +172,12 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
 
 
 def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None, target: str, plan: Plan):
-    """A private regressor: (model, report, run). As `fit_classifier`; `span` is the target's public range, if known."""
+    """A private regressor: (model, report, run). As `fit_classifier`; `span` is the target's public range, if known.
+
+    Formal guarantees:
+        Those of `fit_classifier`. The target adds up to two releases before training (`fit_target`) and one after it
+        (`agreement`), whose multipliers are fixed beforehand and listed in the report.
+    """
     n = plan.records or len(table)
     sigma = _sigma(table, plan, n)
     if isinstance(plan.preprocessing, PublicScaling):
