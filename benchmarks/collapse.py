@@ -1,10 +1,13 @@
-"""Do fits without declared ranges collapse? Many seeds on synthetic tables, with ranges declared and not.
+r"""Do fits without declared ranges collapse? Many seeds on synthetic tables, with ranges declared and not.
 
-    python benchmarks/collapse.py --runs 60 --out results/estimators/collapse.csv
+    python benchmarks/collapse.py --runs 40 --records 600,2000 --tables plain,mixed --declared no
+    python benchmarks/collapse.py --runs 30 --records 600,2000 --tables noise --tasks regression --epsilons 1 \
+        --declared no --append
+    python benchmarks/collapse.py --runs 20 --records 20000 --epsilons 1 --columns 4 --tables plain,mixed \
+        --declared no --append
 
 A run has collapsed when its score (accuracy, R²) lies more than 0.1 below the median of its setting. For regression the
-last columns compare with the best that needs no features: R² of the fit's own private target range and mean (what the
-model predicts where it learnt nothing).
+last column counts runs whose R² lies more than 0.01 below that of a constant, the mean of the fit's own predictions.
 """
 
 from __future__ import annotations
@@ -76,6 +79,7 @@ def main() -> None:
     parser.add_argument("--columns", default="4,12")
     parser.add_argument("--epsilons", default="1,2")
     parser.add_argument("--declared", default="no,yes")
+    parser.add_argument("--append", action="store_true", help="add to the file instead of writing it anew")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     settings = [
@@ -99,9 +103,11 @@ def main() -> None:
         line = ", ".join(f"{k} {v}" for k, v in rows[-1].items())
         print(f"[{i + 1}/{len(settings)}] {line} ({time.process_time() - started:.0f} s)", file=sys.stderr, flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("w", newline="", encoding="utf-8") as file:
+    add = arguments.append and arguments.out.exists()
+    with arguments.out.open("a" if add else "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
+        if not add:
+            writer.writeheader()
         writer.writerows(rows)
 
 

@@ -143,3 +143,31 @@ def test_bucket_noise_reaches_empty_buckets():
             return z
 
     assert frequent_buckets(chunks_of(empty), (0,), 1.0, Loud(), "c")[0].tolist() == [4, 8]
+
+
+def test_noise_does_not_stretch_ranges():
+    """Single bins that stick out of the noise by chance are not believed: values lie where many of them are."""
+    values = RNG.normal(0, 1, size=(3000, 10))
+    highest = [max(ranges(chunks_of(values, 3000), range(10), 20.0, Streams.seeded(s), "r"), key=lambda r: r[1])[1]
+               for s in range(40)]  # fmt: skip
+    assert max(highest) <= 1000
+
+
+def test_a_far_but_plentiful_part_is_found():
+    values = np.where(RNG.random(20_000) < 0.9, 0.0, RNG.lognormal(8, 1, 20_000))[:, None]
+    for seed in range(20):
+        low, high = ranges(chunks_of(values, 20_000), (0,), 60.0, Streams.seeded(seed), "r")[0]
+        assert low == 0 and 1e4 <= high <= 1e6
+
+
+@pytest.mark.parametrize("record", [3, 2.5, True, "x", None, float("nan"), b"x"])
+def test_a_record_votes_once_in_every_column(record, monkeypatch):
+    from weightclip._tabular import _private
+
+    seen = []
+    monkeypatch.setattr(_private, "release", lambda votes, touched, *_: seen.append((votes.copy(), touched)) or votes)
+    columns = [[1, 2, "a"], [True, False, None], ["x", "y", "z"]]
+    assert _private.column_kinds(columns, 1.0, Streams.seeded(0), "k") == ["numeric", "flag", "categorical"]
+    _private.column_kinds([[*c, record] for c in columns], 1.0, Streams.seeded(0), "k")
+    moved = np.linalg.norm(seen[1][0] - seen[0][0])
+    assert moved <= math.sqrt(seen[0][1]) and (moved == 0) == (record is None or record != record)

@@ -166,32 +166,6 @@ def test_memory_does_not_grow_with_the_file(tmp_path, capsys, monkeypatch):
     assert peak < 0.4 * loaded.table.values.nbytes
 
 
-def test_the_scratch_file_has_no_name(tmp_path, monkeypatch):
-    """Whatever kills the process, nothing of the table stays in the temporary folder, and nobody else can open it."""
-    import os
-    import tempfile
-
-    from weightclip._tabular import _files
-    from weightclip._tabular._columns import Schema
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
-    (tmp_path / "scratch").mkdir()
-    seen = []
-    path = tmp_path / "d.csv"
-    path.write_text("a,y\n" + "1,x\n2,y\n" * 50)
-    monkeypatch.setattr(_files, "_ROWS", 10)
-    original = _files._target
-
-    def spy(*arguments):
-        seen.append(os.listdir(tmp_path / "scratch"))
-        return original(*arguments)
-
-    monkeypatch.setattr(_files, "_target", spy)
-    loaded = _files.load(_files.File(path), "y", Schema())
-    assert len(seen) == 10 and not any(seen)  # looked at in the middle of reading
-    assert not os.listdir(tmp_path / "scratch") and loaded.table.values[:2, 0].tolist() == [1.0, 2.0]
-
-
 def test_a_wrong_first_guess_is_revised(tmp_path, monkeypatch):
     from weightclip._tabular import _files
     from weightclip._tabular._columns import Schema

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-import weightclip._tabular._encoder as encoder
 import weightclip._tabular._fit as fit
 import weightclip._tabular._table as table
+import weightclip._tabular._target as target
 import weightclip.estimators._base as base
 import weightclip.estimators._classifier as classifier
 from weightclip._tabular._columns import canonical
@@ -56,7 +56,7 @@ def ranges_read_from_values(patch):
         highest = np.nanmax(np.concatenate(blocks), axis=0)
         return [(0.0, float(min(h, 1e12))) for h in highest]
 
-    patch.setattr(encoder, "ranges", ranges)
+    patch.setattr(target, "ranges", ranges)
 
 
 MUTANTS = [

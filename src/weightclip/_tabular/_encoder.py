@@ -21,6 +21,7 @@ from ._table import BLOCK, Table
 
 _RADIUS = 1.5  # of centered features, in units of their typical norm
 _ONE = 2.0**30  # sums of features are kept in whole units of 1/_ONE
+_FEW = 12.0  # records, in deviations of a count of the range histogram, below which ranges get twice as much
 _EXPECTED_CODES = 10  # of a column whose categories are not declared
 LEVELS, FEW_LEVELS = 8, 5  # trees that find quantiles have 2^8 leaves, or 2^5 where the noise is large
 
@@ -210,6 +211,8 @@ def fit_private(table: Table, sigma: float, pieces: int, streams: Streams, n: in
     hashed = [j for j, c in enumerate(columns) if c.kind == "categorical" and c.categories is None]
     numeric = [j for j, c in enumerate(columns) if c.kind == "numeric"]
     wants = dict(zip(("ranges", "categories", "quantiles"), _wants(columns), strict=True))
+    if unknown and n < _FEW * sigma * math.sqrt(2 * sum(wants.values()) * len(unknown) / wants["ranges"]):
+        wants["ranges"] *= 2  # few records: a range that is missed costs more than a rough quantile
     total = sum(wants.values())
     sigmas = {name: sigma * math.sqrt(total / want) for name, want in wants.items() if want > 0}
     mechanisms = [

@@ -166,7 +166,7 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
         and types, the classes and the plan.
     """
     n = plan.records or len(table)
-    fitted = _center(_preprocess(table, plan, n, _sigma(table, plan, n)), table, plan, n)
+    fitted = _center(_preprocess(table, plan, n), table, plan, n)
     objective = Logistic() if len(classes) == 2 else Softmax(len(classes))
     run = _train(table, fitted, codes, objective, plan, n)
     model = Model(fitted.encoder, fold(run.weights, run.settings.temperature), "classification", classes, target=target)
@@ -175,17 +175,22 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
 
 
 def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None, target: str, plan: Plan):
-    """A private regressor: (model, report, run). As `fit_classifier`; `span` is the target's public range, if known."""
+    """A private regressor: (model, report, run). As `fit_classifier`; `span` is the target's public range, if known.
+
+    Formal guarantees:
+        Those of `fit_classifier`. The target adds up to two releases before training (`fit_target`) and one after it
+        (`agreement`), whose multipliers are fixed beforehand and listed in the report.
+    """
     n = plan.records or len(table)
     sigma = _sigma(table, plan, n)
     if isinstance(plan.preprocessing, PublicScaling):
         if span is None:
             raise WeightclipError("PublicScaling needs the public range of the target.")
         scale = Target.public(*span)
-    else:  # one more private statistic, and the one that matters most: a third of what statistics get
-        scale, released = fit_target(y, span, sigma * math.sqrt(3), plan.streams, n)
+    else:  # one more private statistic, and one column of its own: a fifth of what statistics get
+        scale, released = fit_target(y, span, sigma * math.sqrt(5), plan.streams, n)
         plan = replace(plan, spent=(*plan.spent, *released))
-        sigma *= math.sqrt(3 / 2)
+        sigma *= math.sqrt(5 / 4)
     fitted = _center(_preprocess(table, plan, n, sigma), table, plan, n)
     check = 0.0
     if isinstance(plan.preprocessing, PrivateScaling):
@@ -233,8 +238,8 @@ def _sigma(table: Table, plan: Plan, n: int) -> float:
     return 1 / (mu * math.sqrt(share))
 
 
-def _preprocess(table: Table, plan: Plan, n: int, sigma: float) -> Fitted:
-    fitted = _statistics(table, plan, n, sigma)
+def _preprocess(table: Table, plan: Plan, n: int, sigma: float | None = None) -> Fitted:
+    fitted = _statistics(table, plan, n, _sigma(table, plan, n) if sigma is None else sigma)
     notes = [f"{m.label}: released privately and paid for" for m in plan.spent]
     return replace(fitted, mechanisms=(*plan.spent, *fitted.mechanisms), statements=(*notes, *fitted.statements))
 

@@ -24,7 +24,7 @@ Chunks = Callable[[], Iterable[np.ndarray]]  # makes a fresh pass over the raw v
 THRESHOLD = 3.5
 _DECADES = (-6.0, 12.0)  # magnitudes that are told apart when nothing is known of a column
 _SIDE = 37  # boundaries on each side of zero: two to a decade
-_DRIFT, _EVIDENCE, _WINDOW = 2.0, 3.0, 4  # a run of bins is believed that holds three deviations more than two a bin
+_DRIFT, _EVIDENCE, _WINDOW = 1.75, 3.5, 4  # in deviations a bin, deviations, bins
 
 
 def release(counts: np.ndarray, touched: float, sigma: float, streams: Streams, label: str) -> np.ndarray:
@@ -165,20 +165,19 @@ def _span(
 ) -> tuple[float, float]:
     """The range of one column from its noisy counts by magnitude: post-processing.
 
-    Counts stand out together or not at all: a run of neighbouring bins is believed when it holds three deviations more
-    than two a bin, which noise does in less than one column of a thousand, however many bins there are.
+    Counts stand out together or not at all: a run of neighbouring bins is believed when it holds `_EVIDENCE` deviations
+    more than `_DRIFT` a bin, which noise does in about one column of a thousand, however many bins there are.
     """
-    folded = np.concatenate([[zero], negative + positive])
-    first, last = _runs(folded, noise * math.sqrt(2), common)
+    first, last = _extent(zero, negative, positive, noise, common)
     high = 10.0 ** (_DECADES[0] + (_DECADES[1] - _DECADES[0]) * min(last, _SIDE - 1) / (_SIDE - 1))
     if last == 0:
         return -high, high
-    inside = slice(max(first - 1, 0), last)
-    minus, plus = float(negative[inside].sum()), float(positive[inside].sum())
-    doubt = 2 * noise * math.sqrt(max(1, last - first + 1))
+    top = slice(max(first - 1, last - _WINDOW, 0), last)  # the magnitudes that decide how wide the range is
+    minus, plus = float(negative[top].sum()), float(positive[top].sum())
+    doubt = 2 * noise * math.sqrt(top.stop - top.start)
     total = max(minus + plus + (zero if first == 0 else 0.0), doubt)
     low = 10.0 ** (_DECADES[0] + (_DECADES[1] - _DECADES[0]) * (first - 1) / (_SIDE - 1)) if first else 0.0
-    low = low if low * 5 > high else 0.0  # a gap next to zero that is small beside the range is no gap
+    low = low if low * 15 > high else 0.0  # a gap next to zero that is small beside the range is no gap
     # A side is left out when it is certain to be nearly empty: cutting records off costs more than a wide range.
     if minus + doubt < 0.2 * total:
         return low, high
@@ -187,14 +186,20 @@ def _span(
     return -high, high
 
 
-def _runs(counts: np.ndarray, noise: float, common: np.ndarray) -> tuple[int, int]:
-    """First and last bin of what stands out of the noise."""
+def _extent(
+    zero: float, negative: np.ndarray, positive: np.ndarray, noise: float, common: np.ndarray
+) -> tuple[int, int]:
+    """First and last magnitude of what stands out of the noise, on either side or on both together."""
     noise = max(noise, 0.1)
-    found = _stretches(counts - _DRIFT * noise, _EVIDENCE * noise)
+    sides = [np.concatenate([[zero], side]) for side in (negative, positive, negative + positive)]
+    found = [
+        stretch for side, scale in zip(sides, (noise, noise, noise * math.sqrt(2)), strict=True)
+        for stretch in _stretches(side - _DRIFT * scale, _EVIDENCE * scale)
+    ]  # fmt: skip
     if found:
-        return found[0][0], found[-1][1]
+        return min(first for first, _ in found), max(last for _, last in found)
     # Nothing does: the two decades that hold most, with the help of the other columns.
-    sums = np.convolve(counts + common, np.ones(_WINDOW), "valid")
+    sums = np.convolve(sides[2] + common, np.ones(_WINDOW), "valid")
     return int(sums.argmax()), int(sums.argmax()) + _WINDOW - 1
 
 

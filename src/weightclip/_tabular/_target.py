@@ -100,8 +100,8 @@ def agreement(
     """
     total = np.zeros(2, dtype=np.int64)
     for predictions, targets in blocks():
+        good = np.isfinite(predictions) & np.isfinite(targets)
         u, v = (np.clip((x - middle) / _REACH, -1.0, 1.0) for x in (predictions, targets))
-        good = np.isfinite(u) & np.isfinite(v)
         u, v = np.where(good, u, 0.0), np.where(good, v, 0.0)
         total += np.rint(np.stack([u * v, u * u]) * _ONE).astype(np.int64).sum(axis=1)
     both, own = private.release(total / _ONE, 2 * (1 + 1e-5), sigma, streams, "target/agreement").tolist()

@@ -39,6 +39,8 @@ from ._shapes import dense
 
 _CHOICES = ("hidden_layer_sizes", "epochs", "batch_fraction", "learning_rate", "gradient_cap", "joint_cap",
             "temperature", "bias_scale", "weight_norm")  # fmt: skip
+_TYPES = ("types of columns that no schema describes are those of X: declare them if they may have been chosen by the "
+          "values (one text makes objects of numbers or booleans)")  # fmt: skip
 
 
 class LipDP(BaseEstimator):
@@ -198,6 +200,9 @@ class LipDP(BaseEstimator):
         arrays, kinds = self._arrays(X, reset=True)
         check_consistent_length(next(iter(arrays.values())), range(rows))
         columns, untyped = self._describe(arrays, kinds)
+        described = {*(c.name for c in self._schema().columns), *map(str, self.categories or ())}
+        if any(c.name not in described and c.name not in untyped for c in columns):
+            not_covered = [*not_covered, _TYPES]
         columns, plan = find_kinds(columns, untyped, arrays, self._plan(rows, not_covered))
         numbers = isinstance(X, np.ndarray) and X.dtype == np.float64 and [c.name for c in columns] == list(arrays)
         if numbers and not any(c.kind == "categorical" for c in columns):
