@@ -26,7 +26,7 @@ from weightclip._watch import Watch, refuse_stray_gradients
 from weightclip.certificate import Evaluation, Plan, build_plan
 from weightclip.config import Bounds
 from weightclip.errors import BudgetSpent, CertificationError, ContractError
-from weightclip.factors import Collector, Limits
+from weightclip.factors import Collector, Limits, Product
 from weightclip.sampling import BatchInfo, PoissonLoader
 
 _NOT_FINITE = (
@@ -67,6 +67,13 @@ class TrainingLoop:
     _watch: Watch
     _collector: Collector
     _limits: Limits
+    _shares: list[float]  # of each layer's sensitivity, the part that is its limit
+    _handles: list[Any]  # of hooks that detach() removes
+    _amp_before: Any = None
+    _model_draws: bool = False
+    products: dict[str, Product]
+    noise_multiplier: float
+    expected_batch_size: float
     _trained: set[int]
     _names: list[str]  # of the parameters, in the order of the release
     _settings: tuple[Any, ...]

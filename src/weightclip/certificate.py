@@ -116,7 +116,7 @@ class Plan:
     def room(self, path: str) -> float:
         """What float32 may do to norms and scales of a layer's products: its limit is enforced up to this factor."""
         uses = self.layers[path]
-        return max(self._enforced[i] for i in uses) + 4 * len(uses) * _U
+        return max(self._enforced[i] for i in uses) + (4 * len(uses) + len(self.layers)) * _U
 
     def measure(self, path: str, knorm: Any) -> Measure | None:
         """The norm of a layer's certified bound where it is not the product of l2 norms of its factors."""

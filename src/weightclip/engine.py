@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,23 +11,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from weightclip import _checkpoint, _report
-from weightclip._adaptive import Adaptive, Quantiles
 from weightclip._checkpoint_checks import readable
 from weightclip._criterion import PrivateCriterion
 from weightclip._digest import settings_digest
 from weightclip._draws import TAIL
 from weightclip._fused_step import FusedStep
 from weightclip._gains import Gains, WeightClipper, numerics_for
-from weightclip._gate import InputProjection, OutputGate, ShapeGuard
-from weightclip._independence import Probe, check_independence
+from weightclip._gate import InputProjection, OutputGate
+from weightclip._install import install, product_of, test_independence, uninstall, with_room
 from weightclip._knorm import Entrywise, KNorm, calibrate_epsilon0
 from weightclip._ledger import Ledger
 from weightclip._loop import TrainingLoop
-from weightclip._randomness import FORWARD, ForwardRandomness, model_draws
+from weightclip._randomness import model_draws
 from weightclip._record import Recorder
 from weightclip._release import Release, sum_slack
 from weightclip._streams import Streams
-from weightclip._torch import ConvNd, forward_hooks
+from weightclip._torch import forward_hooks
 from weightclip._validate import (
     check_accounting,
     check_grid,
@@ -40,12 +37,11 @@ from weightclip._validate import (
     check_scale,
     check_views,
 )
-from weightclip._watch import BufferGuard, Watch
+from weightclip._watch import Watch
 from weightclip.accounting import Adjacency, Mechanism, calibrate_sigma, epsilon
 from weightclip.certificate import Certificate, build_plan
 from weightclip.config import Bounds
 from weightclip.errors import ContractError, WeightclipError
-from weightclip.factors import Collector, Entry, Limits, Product, make_layer_plain, make_layer_private
 from weightclip.losses import recognise
 from weightclip.mechanisms import Allocation, Equal
 from weightclip.sampling import PoissonLoader
@@ -169,10 +165,10 @@ class PrivacyEngine(TrainingLoop):
         self._recorder, self._constants = Recorder(self.device), {}
         self._gains = Gains(self.plan, self.bounds, self._recorder)
         self._clip = WeightClipper(module, self.bounds, list(self.plan.layers), self._gains)
-        self.products = {path: self._product(module, path) for path in self.plan.layers}
+        self.products = {path: product_of(self, module, path) for path in self.plan.layers}
         self.b_max = self.loader.b_max
         slack = sum_slack(self.plan, self.products, self.b_max, max_physical_batch_size, self.views)
-        slack, self._shares = self._rooms(slack)
+        slack, self._shares = with_room(self, slack)
         self._entrywise = None if mechanism is None else Entrywise(loss, mechanism.p)
         self._autocast = None
         self._release = Release(
@@ -184,11 +180,11 @@ class PrivacyEngine(TrainingLoop):
         self.model, self.optimizer, self.criterion = module, optimizer, PrivateCriterion(criterion, loss, self)
         self._reset_batch()
         self._info = None
-        self._install()
+        install(self)
         try:
-            self._test_independence(min(math.ceil(self.expected_batch_size), max_physical_batch_size or 2**31))
+            test_independence(self, min(math.ceil(self.expected_batch_size), max_physical_batch_size or 2**31))
         except BaseException:
-            self._uninstall()
+            uninstall(self)
             self.model = None
             raise
         if self._ledger is not None:
@@ -234,100 +230,6 @@ class PrivacyEngine(TrainingLoop):
         self.target_epsilon, self.target_delta = target_epsilon, target_delta
         return self.make_private(data_loader=data_loader, noise_multiplier=sigma, **settings)
 
-    def _rooms(self, slack: list[float]) -> tuple[list[float], list[float]]:
-        """Slack of every layer with room for the rounding of its limit, and the limit's share of the sensitivity.
-
-        A cap is enforced as it stands. A certified bound gets the room twice: the limit lies above the bound by as much
-        as norms may round, so that where the certificate is true no record is ever scaled.
-        """
-        found = []
-        for path, s in zip(self.plan.layers, slack, strict=True):
-            capped = self.bounds.of("layer_cap", path) is not None or self.bounds.of("joint_cap", path) is not None
-            room = self.plan.room(path)
-            found.append((s * room if capped else s * room**2, 1 / (s * room)))
-        return [s for s, _ in found], [share for _, share in found]
-
-    def _product(self, module: nn.Module, path: str) -> Product:
-        capped = self.bounds.of("layer_cap", path) is not None or self.bounds.of("joint_cap", path) is not None
-        return self.bounds.product.resolve(isinstance(module.get_submodule(path), ConvNd), self.device, capped)
-
-    def _install(self) -> None:
-        assert self.model is not None
-        blocks, of = self._release.blocks, self.bounds.of
-        places = {id(block.parameter): i for i, block in enumerate(blocks)}
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        self._names = [names[id(block.parameter)] for block in blocks]
-        self._collector = Collector(self._release.add, self.bounds.caps_of(""), self._drop_sum)
-        limited: list[bool] = []
-        for path, uses in self.plan.layers.items():
-            layer, cap, joint = self.model.get_submodule(path), of("layer_cap", path), of("joint_cap", path)
-            bound = joint is None and (cap is None or self._release.knorm is not None)  # that one's norm is entrywise
-            make_layer_private(
-                layer, radius=of("layer_radius", path), cotangent=of("cotangent_radius", path),
-                cap=math.inf if bound else cap, beta=of("bias_scale", path) or 1.0, product=self.products[path],
-                caps=self.bounds.caps_of(path), bound=bound,
-            )  # fmt: skip
-            weight, bias = (places.get(id(getattr(layer, name, None))) for name in ("weight", "bias"))
-            measure = self.plan.measure(path, self._release.knorm) if bound else None
-            self._collector.enter(Entry(layer, weight, bias, len(uses), joint, measure))
-            limited.append(joint is None and (bound or self.bounds.adaptive is None))
-        self._limits = Limits([entry.layer for entry in self._collector.entries], limited, self._shares)
-        if self.bounds.adaptive is not None:
-            self._adapt(self.bounds.adaptive)
-        self._gate = OutputGate(self, self.device)
-        self._randomness = ForwardRandomness(self.device, self._forward_key, self._model_draws)
-        projections = {"": math.inf, **self.bounds.projections()}
-        detach = self.bounds.p != 2  # an l2 projection expands other norms unless its scale is a constant
-        self._handles = [
-            self.model.get_submodule(path).register_forward_pre_hook(InputProjection(radius, detach), with_kwargs=True)
-            for path, radius in projections.items()
-        ]
-        before, after = self._randomness.hooks()
-        self._handles.append(self.model.register_forward_pre_hook(before, prepend=True))
-        guard, buffers = ShapeGuard(self.plan.graph.input_shapes, self._example), BufferGuard(self.model)
-        self._handles.append(self.model.register_forward_pre_hook(guard, with_kwargs=True))
-        self._handles.append(self.model.register_forward_pre_hook(buffers.before))
-        self._handles.append(self.model.register_forward_hook(buffers.after))
-        self._handles.append(self.model.register_forward_hook(self._gate))
-        self._handles.append(self.model.register_forward_hook(after, always_call=True))
-        self._trained = set(places)
-        for block in blocks:
-            block.parameter.grad = None
-            self._handles.append(block.parameter.register_post_accumulate_grad_hook(self._drop))
-        self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
-        self._amp_before = self.optimizer.__dict__.get("_step_supports_amp_scaling")
-        self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a GradScaler reaches us
-
-    def _test_independence(self, size: int) -> None:
-        """One record must not change another's products, on random public records, before anything is trained."""
-        assert self.model is not None
-
-        @contextlib.contextmanager
-        def uncut(masks: int) -> Iterator[None]:  # the model's output with its graph behind it, and masks held fixed
-            engine, self._gate.engine = self._gate.engine, None
-            self._randomness.next_batch(masks)
-            try:
-                yield
-            finally:
-                self._gate.engine = engine
-
-        again = self._randomness.scope if self._randomness.draws else contextlib.nullcontext
-        check_independence(Probe(self.model, self._collector, uncut, again), self._example, size)
-
-    def _forward_key(self, call: int) -> bytes:
-        """The secret key of what the model draws in its ``call``-th pass over the present piece."""
-        return self.streams.key(FORWARD, self.steps, -1 if self._info is None else self._info.piece, call)
-
-    def _adapt(self, settings: Adaptive) -> None:
-        """Limits follow private quantiles; their queries take a part of the step's noise budget."""
-        assert self.model is not None
-        layers = {path: (self.model.get_submodule(path), len(uses)) for path, uses in self.plan.layers.items()}
-        self._quantiles = self.plan.quantiles = Quantiles(
-            settings, layers, self.views, self.expected_batch_size, self.noise_multiplier
-        )
-        self._release.sigma = self._quantiles.gradient_sigma
-
     def detach(self, *, keep_projection: bool = True) -> nn.Module:
         """Take the engine off: hooks removed, layers native again, weights as they are, the ledger free for others.
 
@@ -339,26 +241,11 @@ class PrivacyEngine(TrainingLoop):
             self._ledger.close()
         if self.model is None or not self._handles:
             raise ContractError("this engine has no private model: call make_private first.")
-        self._uninstall()
+        uninstall(self)
         for path, radius in self.bounds.projections().items() if keep_projection else ():
             part = self.model.get_submodule(path)
             part.register_forward_pre_hook(InputProjection(radius, self.bounds.p != 2), with_kwargs=True)
         return self.model
-
-    def _uninstall(self) -> None:
-        assert self.model is not None
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._drop_sum()
-        self._info = None
-        for module in self.model.modules():
-            make_layer_plain(module)
-            module.__dict__.pop("_wc_dft", None)
-        if self._amp_before is None:
-            del self.optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
-        else:
-            self.optimizer._step_supports_amp_scaling = self._amp_before  # type: ignore[attr-defined]
 
     # -- what was spent ---------------------------------------------------------------------------------------------
 

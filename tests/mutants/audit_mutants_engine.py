@@ -29,6 +29,7 @@ from tests.mutants.audit_mutants import (
 import weightclip._checkpoint as checkpoint
 import weightclip._gains as gains
 import weightclip._gate as gate
+import weightclip._install as install
 import weightclip._loop as loop
 import weightclip.certificate as certificate
 import weightclip.engine as engine
@@ -130,8 +131,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 def _not_enforced(limit: str) -> Patch:
     def apply(patch: pytest.MonkeyPatch) -> None:
-        original = engine.make_layer_private
-        patch.setattr(engine, "make_layer_private", lambda module, **kw: original(module, **{**kw, limit: None}))
+        original = install.make_layer_private
+        patch.setattr(install, "make_layer_private", lambda module, **kw: original(module, **{**kw, limit: None}))
 
     return apply
 
@@ -147,9 +148,9 @@ def _unlimited(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("joint cap in the noise, not in the code", "bounds", JOINT)
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = engine.Entry
+    original = install.Entry
     patch.setattr(
-        engine, "Entry", lambda layer, weight, bias, uses, joint, measure: original(layer, weight, bias, uses)
+        install, "Entry", lambda layer, weight, bias, uses, joint, measure: original(layer, weight, bias, uses)
     )
     _unlimited(patch)
 

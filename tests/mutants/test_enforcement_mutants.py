@@ -12,7 +12,7 @@ from tests.holes import HOLES, moved
 from tests.test_holes import BOUNDS, REFUSED, Branch, Mean, Memory, Running
 
 import weightclip as wc
-from weightclip import engine
+from weightclip import _install as install
 from weightclip._gate import ShapeGuard, _Wall
 from weightclip._loop import TrainingLoop
 from weightclip._watch import BufferGuard
@@ -202,13 +202,13 @@ def tracing_is_seen_by_every_thread(patch: Patch) -> None:
 
 for _make in (Branch, Mean, Memory):
     MUTANTS[f"independence is not tested: {_make.__name__}"] = (
-        lambda patch: patch.setattr(engine, "check_independence", lambda *args: None), not_made_private(_make)
+        lambda patch: patch.setattr(install, "check_independence", lambda *args: None), not_made_private(_make)
     )  # fmt: skip
 
 
 @mutant(not_made_private(Running))
 def running_statistics_pass(patch: Patch) -> None:
-    patch.setattr(engine, "check_independence", lambda *args: None)
+    patch.setattr(install, "check_independence", lambda *args: None)
     patch.setattr(BufferGuard, "after", lambda self, module, args, output: None)
 
 
