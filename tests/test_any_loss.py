@@ -37,7 +37,7 @@ class SoftLabels(nn.Module):
 
 @pytest.mark.parametrize("bounds", LIMITED)
 @pytest.mark.parametrize("criterion", [nn.MSELoss(), nn.MSELoss(reduction="sum"), nn.PoissonNLLLoss(), quartic,
-                                       SoftLabels()], ids=["mse", "summed mse", "poisson", "quartic", "soft"])  # fmt: skip
+                                       SoftLabels()], ids=["mse", "sum", "poisson", "quartic", "soft"])  # fmt: skip
 def test_it_trains_and_one_record_stays_within_the_limit(criterion, bounds: str) -> None:
     x, y = regression(9)
     x[8], y[8] = 1e3 * x[8], 1e4 * y[8]
