@@ -13,6 +13,7 @@ from weightclip.audit._accountants import GRID, SHORT_GRID, AccountantRow, compa
 from weightclip.audit._built_in import subjects
 from weightclip.audit._checks import FULL, QUICK, Check, Examination, json_ready, one_run_check
 from weightclip.audit._estimators import canaries, estimator_check
+from weightclip.audit._heads import head_check, head_trainers
 from weightclip.audit._printed import Caught, catch_printed
 
 PRINTED_AT_LEAST = 5.0
@@ -149,6 +150,9 @@ def _tasks(report: Report) -> list[tuple[str, Callable[[], None]]]:
             f"estimators: {canary.name}",
             lambda c=canary, r=runs: estimator_check(c, delta=delta, runs=r, seed=seed),
         )
+
+    for name, head in head_trainers().items():
+        check(f"image heads: {name}", lambda n=name, h=head: head_check(n, h, 12 if report.quick else 48))
 
     def printed() -> None:
         report.printed += catch_printed(seed, 60_000 if report.quick else 200_000, delta)
