@@ -1,4 +1,4 @@
-"""Audit of the image heads' trainer: the exact effect of one record on its sums, weights far from where training starts.
+"""Audit of the image heads' trainer: the exact effect of one record on its sums, at weights far from the start.
 
 The heads have a forward and backward of their own (int8 features, one hidden layer), so that the audits of the engine
 say nothing about them. Records here are random features of norm one; every label is tried.
