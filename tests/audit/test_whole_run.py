@@ -13,7 +13,7 @@ LOUD = torch.full((1, 4), 3.0), torch.tensor([0])
 
 
 def test_the_claim_stands_and_is_nearly_attained():
-    found = two_worlds(JOINT, LOUD, epsilon_claimed=4.0, steps=3, trials=60)
+    found = two_worlds(JOINT, LOUD, epsilon_claimed=4.0, steps=3, trials=400)
     assert not found.violation
     assert found.sharpness == pytest.approx(1.0, abs=0.25)
     assert found.white_box.epsilon_lower <= 4.0 and found.black_box.epsilon_gdp <= found.white_box.epsilon_gdp * 1.1
