@@ -147,7 +147,7 @@ def run_law(
 
 
 def _normal(residuals: np.ndarray, sizes: list[int]) -> Normality:
-    """Noise of all coordinates together, and of each parameter alone: a small one may lack noise unseen in the crowd."""
+    """Noise of all coordinates together, and of each parameter alone: a small one may lack noise unseen."""
     parts = np.split(residuals, np.cumsum(sizes), axis=1)
     found = [check_normal(part) for part in (residuals, *parts) if part.size]
     worst = min(found[1:], key=lambda f: f.p_value)
