@@ -14,7 +14,7 @@ from weightclip._adaptive import Adaptive, Quantiles
 from weightclip._gate import InputProjection, OutputGate, ShapeGuard
 from weightclip._independence import Probe, check_independence
 from weightclip._randomness import FORWARD, ForwardRandomness
-from weightclip._torch import ConvNd
+from weightclip._torch import ConvNd, forward_hooks
 from weightclip._watch import BufferGuard
 from weightclip.factors import Collector, Entry, Limits, Product, make_layer_plain, make_layer_private
 
@@ -68,14 +68,15 @@ def install(engine: PrivacyEngine) -> None:
         _adapt(engine, engine.bounds.adaptive)
     engine._gate = OutputGate(engine, engine.device)
     engine._randomness = ForwardRandomness(engine.device, functools.partial(_forward_key, engine), engine._model_draws)
+    before, after = engine._randomness.hooks()
+    # ahead of the hooks that users have, which may draw too; moved only where it must be (torch 2.10 compiles no other)
+    behind = bool(forward_hooks(engine.model))
+    engine._handles = [engine.model.register_forward_pre_hook(before, prepend=behind)]
     projections = {"": math.inf, **engine.bounds.projections()}
     detach = engine.bounds.p != 2  # an l2 projection expands other norms unless its scale is a constant
-    engine._handles = [
-        engine.model.get_submodule(path).register_forward_pre_hook(InputProjection(radius, detach), with_kwargs=True)
-        for path, radius in projections.items()
-    ]
-    before, after = engine._randomness.hooks()
-    engine._handles.append(engine.model.register_forward_pre_hook(before, prepend=True))
+    for path, radius in projections.items():
+        part = engine.model.get_submodule(path)
+        engine._handles.append(part.register_forward_pre_hook(InputProjection(radius, detach), with_kwargs=True))
     guard, buffers = ShapeGuard(engine.plan.graph.input_shapes, engine._example), BufferGuard(engine.model)
     engine._handles.append(engine.model.register_forward_pre_hook(guard, with_kwargs=True))
     engine._handles.append(engine.model.register_forward_pre_hook(buffers.before))
