@@ -72,10 +72,13 @@ class PrivateCriterion(nn.Module):
     def _private(self, logits: Tensor, target: Any) -> Tensor:
         engine: PrivacyEngine = self.__dict__["_engine"]
         passage, mask = engine._begin_loss(logits)
-        value, gradient = self.graded(logits, target, mask)
-        engine._loss_taken()
+        try:
+            value, gradient = self.graded(logits, target, mask)
+        except BaseException:
+            engine._unreserve()
+            raise
         given = passage.given = passage.lay_out(logits, gradient)
-        todo = (passage.output, given, engine._graded)  # hidden from autograd in a tuple
+        todo = (passage.output, given, engine._graded, mask)  # hidden from autograd in a tuple
         if passage.compiled:  # no wall there: the user's backward pass must not enter the model's graph
             return _Summed.apply(engine._gate.anchor, (value, None), todo, engine)  # type: ignore[return-value]
         return _Summed.apply(logits, (value, gradient), todo, engine)  # type: ignore[return-value]

@@ -228,7 +228,7 @@ class FusedStep:
         names = {id(p): name for name, p in model.named_parameters()}
         trained = [leaves[names[id(block.parameter)]] for block in release.blocks]
         stream.wait_stream(beside)  # where this step's limits are set
-        engine._pass(passage.output, passage.lay_out(logits, gradient), trained)
+        engine._pass(passage.output, passage.lay_out(logits, gradient), trained, mask)
         with torch.cuda.stream(beside):  # nor does the noise wait for the passes
             drawn = release.noise(engine._sensitivities, noise, 0, engine._factors)  # type: ignore[arg-type]
         stream.wait_stream(beside)

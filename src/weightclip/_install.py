@@ -107,7 +107,9 @@ def test_independence(engine: PrivacyEngine, size: int) -> None:
             engine._gate.engine = owner
 
     again = engine._randomness.scope if engine._randomness.draws else contextlib.nullcontext
-    check_independence(Probe(engine.model, engine._collector, uncut, again), engine._example, size)
+    engine._independence = check_independence(
+        Probe(engine.model, engine._collector, uncut, again), engine._example, size
+    )
 
 
 def _forward_key(engine: PrivacyEngine, call: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ _NOT_FINITE = (
     "Lower the learning rate or set Bounds(weight_norm=...)."
 )
 _OVERFLOW = 1e35  # l2 bound of a layer's input
+_ONE_LOSS = threading.RLock()
 
 
 class TrainingLoop:
@@ -71,6 +73,7 @@ class TrainingLoop:
     _handles: list[Any]  # of hooks that detach() removes
     _amp_before: Any = None
     _model_draws: bool = False
+    _independence: bool = False  # whether it could be tested
     products: dict[str, Product]
     noise_multiplier: float
     expected_batch_size: float
@@ -85,6 +88,7 @@ class TrainingLoop:
     _autocast: torch.dtype | None
     _info: BatchInfo | None
     _skip: bool = False
+    _broken: int | None = None  # the draw in which a backward pass failed
     _released: bool = False  # whether the gradients of the step to come are noisy already
     views: int = 1  # augmentation multiplicity
     loss_scale: float = 1.0  # what may stand above the loss in backward()
@@ -123,6 +127,10 @@ class TrainingLoop:
 
     def _begin_loss(self, logits: Tensor) -> tuple[Passage, Tensor | None]:
         """Called by the criterion: checks the contract, brings the bounds up to date; (forward pass, batch's mask)."""
+        with _ONE_LOSS:  # two threads must not both be admitted
+            return self._begin(logits)
+
+    def _begin(self, logits: Tensor) -> tuple[Passage, Tensor | None]:
         info = self._admit()
         if logits.shape[:1] != (info.rows * self.views,):
             of = "" if self.views == 1 else f" of {self.views} views each"
@@ -143,6 +151,7 @@ class TrainingLoop:
             self._certify_step(*settings)
         elif settings != self._settings:
             raise ContractError("autocast, train()/eval() or the shape of the output changed within one draw.")
+        self._reserve(info)
         return passage, info.mask if info.mask is None else info.mask.repeat_interleave(self.views)
 
     def _admit(self) -> BatchInfo:
@@ -153,6 +162,11 @@ class TrainingLoop:
                 "the private criterion needs a new batch of the private loader for every step: iterate the returned "
                 "loader."
             )
+        if info.draw == self._broken and info.piece > 0:
+            raise ContractError(
+                "a backward pass over this draw failed: leave its other pieces, and go on with the next."
+            )
+        self._broken = None
         if (info.draw, info.piece) in self._graded:
             raise ContractError("the loss was already taken on this batch: one differentiable call per batch.")
         if any(draw != info.draw for draw, _ in self._graded):
@@ -162,10 +176,15 @@ class TrainingLoop:
         self._watch.check()
         return info
 
-    def _loss_taken(self) -> None:
-        assert self._info is not None
-        self._graded.add((self._info.draw, self._info.piece))
+    def _reserve(self, info: BatchInfo) -> None:
+        """The present piece has its loss from here on: before any code of the user's runs that could take another."""
+        self._graded.add((info.draw, info.piece))
         self._backward_seen = False
+
+    def _unreserve(self) -> None:
+        """The loss could not be computed: it may be tried again."""
+        if self._info is not None:
+            self._graded.discard((self._info.draw, self._info.piece))
 
     def _certify_step(self, autocast: torch.dtype | None, modes: tuple[bool, ...], shape: tuple[int, ...]) -> None:
         """Sensitivities of this step, and the limits that make them true whatever the certificate knows."""
@@ -283,7 +302,9 @@ class TrainingLoop:
 
     # -- the backward pass --------------------------------------------------------------------------------------------
 
-    def _collect(self, output: Tensor, gradient: Tensor, graded: set[tuple[int, int]]) -> None:
+    def _collect(
+        self, output: Tensor, gradient: Tensor, graded: set[tuple[int, int]], mask: Tensor | None = None
+    ) -> None:
         """A backward pass of its own, from the model's output with the loss's gradient, into the engine's sum.
 
         It runs inside the user's backward pass. ``graded`` is what the loss was taken into: a loss that is older than
@@ -293,7 +314,12 @@ class TrainingLoop:
             raise ContractError("backward() of a loss from an earlier draw: its batch was released or dropped already.")
         for block in self._release.blocks:
             block.parameter.grad = None
-        self._pass(output, gradient, self._release.parameters)
+        try:
+            self._pass(output, gradient, self._release.parameters, mask)
+        except BaseException:  # what is left of this draw lacks records: it must not be released, whoever goes on
+            self._broken = None if self._info is None else self._info.draw
+            self._drop_sum()
+            raise
         self._backward_seen = True
 
     def _check_upstream(self, upstream: Tensor) -> None:
@@ -310,11 +336,11 @@ class TrainingLoop:
                     "loss itself, or declare the constant with make_private(loss_scale=...)."
                 )
 
-    def _pass(self, output: Tensor, gradient: Tensor, leaves: Sequence[Tensor]) -> None:
+    def _pass(self, output: Tensor, gradient: Tensor, leaves: Sequence[Tensor], mask: Tensor | None = None) -> None:
         """Products of all private layers go to the sum; ``leaves`` (the parameters) must get nothing from autograd."""
         # activations that are computed again may draw again
         drawing = self._randomness.scope() if self._randomness.draws else contextlib.nullcontext()
-        with self._collector.collection(gradient.shape[0]), drawing:
+        with self._collector.collection(gradient.shape[0], mask), drawing:
             stray = self._collector.backward(output, gradient, leaves)
             if stray:
                 raise ContractError(

@@ -86,7 +86,7 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
         "ledger": None if engine._ledger is None else engine._ledger.state(),
         "secure": engine.streams.is_secure,
         "strict": engine.loader.strict,
-        "independence": "tested, and traced" if engine.plan.graph is not None else "tested",
+        "independence": "tested, and traced" if engine._independence else "traced",
         "not_covered": [*NOT_COVERED, *_uncovered(engine)],
     }  # fmt: skip
 

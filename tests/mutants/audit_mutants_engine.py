@@ -143,7 +143,7 @@ mutant("input radius of a layer in the noise, not in the code", "bounds", RADII)
 
 def _unlimited(patch: pytest.MonkeyPatch) -> None:
     """Without the limit at the product a release is as true as its certificate, and no more."""
-    patch.setattr(Collector, "_scale", lambda self, entry, x, d: None)
+    patch.setattr(Collector, "_scale", lambda self, *args: None)
 
 
 @mutant("joint cap in the noise, not in the code", "bounds", JOINT)

@@ -94,7 +94,7 @@ def mutant(check: Callable[[], bool]):
 
 
 def _unlimited(patch: Patch) -> None:
-    patch.setattr(Collector, "_scale", lambda self, entry, x, d: None)
+    patch.setattr(Collector, "_scale", lambda self, *args: None)
 
 
 for _name in HOLES:
@@ -142,8 +142,8 @@ def uses_under_the_joint_cap_forgotten_in_its_norm(patch: Patch) -> None:
     norm = _kinds.norm
     seen: set[int] = set()
 
-    def once(layer, x, d, kind):
-        found = norm(layer, x, d, kind)
+    def once(layer, x, d, kind, conf):
+        found = norm(layer, x, d, kind, conf)
         again, _ = layer in seen, seen.add(layer)
         return found * 0 if again else found
 
@@ -154,10 +154,10 @@ def uses_under_the_joint_cap_forgotten_in_its_norm(patch: Patch) -> None:
 def rows_taken_for_records(patch: Patch) -> None:
     take = Collector.take
 
-    def trusting(self, entry, x, d, borrowed=False):
+    def trusting(self, entry, x, d, borrowed=False, conf=()):
         if self.rows is not None:
             self.rows = x.shape[0]
-        take(self, entry, x, d, borrowed)
+        take(self, entry, x, d, borrowed, conf)
 
     patch.setattr(Collector, "take", trusting)
     patch.setattr(_collector.torch, "stack", lambda parts, *a: parts[0], raising=False)
@@ -173,7 +173,7 @@ def parameters_may_reach_the_loss_beside_their_layers(patch: Patch) -> None:
 def second_derivatives_pass(patch: Patch) -> None:
     from weightclip.factors import _dense
 
-    patch.setattr(_dense, "collect", lambda key, token, x, d: _collect._deliver(key, x, d, False)
+    patch.setattr(_dense, "collect", lambda key, token, x, d: _collect._deliver(key, x, d, False, ())
                   if not torch.is_grad_enabled() else None)  # fmt: skip
 
 

@@ -57,7 +57,8 @@ def affine_factors(x: Tensor, d: Tensor, beta: float, dims: list[int]) -> tuple[
     energy = wide(x).square()
     energy = energy.sum(dims) if dims else energy
     shared = math.prod(x.shape[k] for k in dims)
-    return (energy.flatten(1).amax(1) + beta**2 * shared).sqrt(), squared_norm(d).sqrt()
+    hidden = shared * torch.finfo(torch.float32).tiny  # squares that vanish
+    return (energy.flatten(1).amax(1) + (beta**2 * shared + hidden)).sqrt(), squared_norm(d).sqrt()
 
 
 def affine_scale(

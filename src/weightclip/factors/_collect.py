@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,9 @@ class Sink:
         weights: The layer's parameters: nothing else may sit in their places.
     """
 
-    def __init__(self, layer: nn.Module, anchor: Tensor, take: Callable[[Tensor, Tensor, bool], None]) -> None:
+    def __init__(
+        self, layer: nn.Module, anchor: Tensor, take: Callable[[Tensor, Tensor, bool, Sequence[int]], None]
+    ) -> None:
         self.key, self.on, self.anchor, self.take = next(_keys), True, anchor, take
         self.weights = {id(p): p.data_ptr() for p in layer.parameters(recurse=False)}
         _sinks[self.key] = self
@@ -55,7 +57,7 @@ def _nothing() -> None:
     return None
 
 
-def collect(key: int, token: Tensor, x: Tensor, d: Tensor) -> None:
+def collect(key: int, token: Tensor, x: Tensor, d: Tensor, conf: Sequence[int] = ()) -> None:
     """Hand the two factors of a product to the collector behind ``key``; called inside a layer's backward.
 
     Args:
@@ -63,30 +65,31 @@ def collect(key: int, token: Tensor, x: Tensor, d: Tensor) -> None:
         token: A scalar that compiled graphs take for what is written, so that the call stays where it is.
         x: Input factor, records on dimension 0.
         d: Cotangent of the layer's output.
+        conf: Numbers of this use that the forward pass went by (a convolution's), whatever the layer says by now.
     """
     if torch.compiler.is_compiling():
-        torch.ops.weightclip.take(token, x, d, key)
+        torch.ops.weightclip.take(token, x, d, key, list(conf))
         return
     if torch.is_grad_enabled():
         raise ContractError(
             "a derivative of a private layer's gradient was asked for (create_graph=True, a gradient penalty): its "
             "products are limited for first derivatives only. Remove that term, or leave the layer out of it."
         )
-    _deliver(key, x, d, False)
+    _deliver(key, x, d, False, conf)
 
 
-def _deliver(key: int, x: Tensor, d: Tensor, borrowed: bool) -> None:
+def _deliver(key: int, x: Tensor, d: Tensor, borrowed: bool, conf: Sequence[int]) -> None:
     sink = _sinks.get(key)
     if sink is not None:  # an engine that is gone collects nothing
-        sink.take(x, d, borrowed)
+        sink.take(x, d, borrowed, conf)
 
 
 @torch.library.custom_op("weightclip::take", mutates_args=("token",))
-def _take(token: Tensor, x: Tensor, d: Tensor, key: int) -> None:
+def _take(token: Tensor, x: Tensor, d: Tensor, key: int, conf: list[int]) -> None:
     """What a compiled backward calls: opaque to the compiler, which may use the memory of both factors again."""
-    _deliver(key, x, d, True)
+    _deliver(key, x, d, True, conf)
 
 
 @_take.register_fake
-def _(token: Tensor, x: Tensor, d: Tensor, key: int) -> None:
+def _(token: Tensor, x: Tensor, d: Tensor, key: int, conf: list[int]) -> None:
     return None

@@ -54,6 +54,7 @@ class _Use:
     entry: Entry
     x: Tensor
     d: Tensor
+    conf: tuple[int, ...]
 
 
 class Limits:
@@ -80,7 +81,7 @@ class Limits:
         self._mask = torch.tensor(list(moving), device=self.table.device)
         self._shares = torch.tensor(self.shares, dtype=torch.float64, device=self.table.device)
         for layer, row in zip(layers, self.table, strict=True):
-            layer._wc_limits = row
+            layer.__dict__["_wc_limits"] = row
 
     @torch.no_grad()
     def set(self, sensitivities: Tensor, constant: bool = False) -> None:
@@ -126,6 +127,7 @@ class Collector:
         self.rows: int | None = None  # of the open collection
         self.probe: Callable[[Entry, Tensor, Tensor], None] | None = None  # looks at factors, for tests on public data
         self._joint: list[_Use] = []
+        self._mask: Tensor | None = None  # which rows are records; None: all
 
     def enter(self, entry: Entry) -> Sink:
         """A way for the products of one more layer."""
@@ -137,15 +139,18 @@ class Collector:
         return sink
 
     @contextlib.contextmanager
-    def collection(self, rows: int) -> Iterator[None]:
-        """One backward pass over a physical batch of ``rows`` records (or views of records)."""
+    def collection(self, rows: int, mask: Tensor | None = None) -> Iterator[None]:
+        """One backward pass over a physical batch of ``rows`` records (or views of records).
+
+        Rows whose ``mask`` is False are padding and contribute nothing, whatever a backward pass brings to them.
+        """
         self._reset()
-        self.rows = rows
+        self.rows, self._mask = rows, mask
         try:
             yield
             self._finish()
         finally:
-            self.rows = None
+            self.rows = self._mask = None
             self._reset()
 
     def backward(self, output: Tensor, gradient: Tensor, parameters: Sequence[Tensor]) -> list[int]:
@@ -155,8 +160,10 @@ class Collector:
             Which of the parameters autograd reached all the same, outside their private layers: there must be none.
         """
         assert self.anchor is not None
-        found = torch.autograd.grad(output, [*parameters, self.anchor], gradient.to(output.dtype), allow_unused=True)
-        return [i for i, g in enumerate(found[:-1]) if g is not None]
+        wanted = [i for i, p in enumerate(parameters) if p.requires_grad]
+        leaves = [*(parameters[i] for i in wanted), self.anchor]
+        found = torch.autograd.grad(output, leaves, gradient.to(output.dtype), allow_unused=True)
+        return [i for i, g in zip(wanted, found[:-1], strict=True) if g is not None]
 
     def _reset(self) -> None:
         self._joint = []
@@ -164,7 +171,7 @@ class Collector:
             entry.taken, entry.spent = 0, None
 
     @torch.no_grad()
-    def take(self, entry: Entry, x: Tensor, d: Tensor, borrowed: bool = False) -> None:
+    def take(self, entry: Entry, x: Tensor, d: Tensor, borrowed: bool = False, conf: Sequence[int] = ()) -> None:
         """The factors of one use; ``borrowed`` ones must not be kept. Outside a collection they are refused."""
         if self.rows is None:
             self.drop()
@@ -182,23 +189,32 @@ class Collector:
             )
         entry.taken += 1
         with no_autocast(d.device.type):
+            if self._mask is not None and entry.layer._wc_counter is not None:  # padding has no say in quantiles either
+                d = torch.where(self._mask.view(-1, *(1,) * (d.dim() - 1)), d, torch.zeros_like(d))
             if entry.joint is not None:
-                self._joint.append(_Use(entry, *((x.clone(), d.clone()) if borrowed else (x.detach(), d.detach()))))
+                kept = (x.clone(), d.clone()) if borrowed else (x.detach(), d.detach())
+                self._joint.append(_Use(entry, *kept, tuple(conf)))
             elif entry.taken <= entry.uses:
-                self._add(entry, x, d, self._scale(entry, x, d))
+                self._add(entry, x, d, self._masked(self._scale(entry, x, d, conf), d), conf)
 
-    def _scale(self, entry: Entry, x: Tensor, d: Tensor) -> Tensor | None:
+    def _masked(self, scale: Tensor | None, d: Tensor) -> Tensor | None:
+        if self._mask is None:
+            return scale
+        keep = self._mask.to(d.device)
+        return keep.float() if scale is None else torch.where(keep, scale, torch.zeros_like(scale))
+
+    def _scale(self, entry: Entry, x: Tensor, d: Tensor, conf: Sequence[int] = ()) -> Tensor | None:
         """Scale of each record, so that all uses of the layer together keep its limit."""
         layer = entry.layer
         if entry.uses == 1 and entry.measure is None:
-            return _kinds.scale(layer, x, d, layer._wc_counter)
+            return _kinds.scale(layer, x, d, layer._wc_counter, conf)
         limits, flags = layer._wc_limits, layer._wc_flags
-        both = _kinds.factors(layer, x, d)
+        both = _kinds.factors(layer, x, d, conf)
         scale = record_scale(*both, limits, flags & ~CAP, layer._wc_counter)
         if flags & BOUND:
-            norm = _kinds.certified(layer, x, d, both, entry.measure)
+            norm = _kinds.certified(layer, x, d, both, entry.measure, conf)
         else:
-            norm = _kinds.norm(layer, x, d, layer._wc_kind)
+            norm = _kinds.norm(layer, x, d, layer._wc_kind, conf)
         left = limits[2] if entry.spent is None else (limits[2] - entry.spent).clamp(min=0)
         scale = cap_scale(scale, norm, *both, left, layer._wc_counter)
         used = torch.where(scale > 0, scale * norm, 0.0)
@@ -214,16 +230,16 @@ class Collector:
         norms: dict[int, Tensor] = {}
         with no_autocast(uses[0].d.device.type):
             for use in uses:  # several uses of one layer add up before squaring
-                key, norm = id(use.entry), _kinds.norm(use.entry.layer, use.x, use.d, self.caps)
+                key, norm = id(use.entry), _kinds.norm(use.entry.layer, use.x, use.d, self.caps, use.conf)
                 norms[key] = norms[key] + norm if key in norms else norm
             thresholds = {id(use.entry): use.entry.joint or 1.0 for use in uses}
             total = torch.stack([(n / thresholds[k]).square() for k, n in norms.items()]).sum(0).sqrt()
             scale = (1.0 / total.clamp(min=_TINY)).clamp(max=1.0)
-            scale = torch.where(torch.isfinite(total), scale, torch.zeros_like(scale))
+            scale = self._masked(torch.where(torch.isfinite(total), scale, torch.zeros_like(scale)), total)
             for use in uses:
-                self._add(use.entry, use.x, use.d, scale)
+                self._add(use.entry, use.x, use.d, scale, use.conf)
 
-    def _add(self, entry: Entry, x: Tensor, d: Tensor, scale: Tensor | None) -> None:
-        for place, total in zip((entry.weight, entry.bias), _kinds.sums(entry.layer, x, d, scale), strict=True):
+    def _add(self, entry: Entry, x: Tensor, d: Tensor, scale: Tensor | None, conf: Sequence[int]) -> None:
+        for place, total in zip((entry.weight, entry.bias), _kinds.sums(entry.layer, x, d, scale, conf), strict=True):
             if place is not None and total is not None:
                 self.add(place, total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,7 @@ def patch_energies(x: Tensor, shape: Shape) -> Tensor:
     for axis, (k, s, p, e) in enumerate(zip(shape.kernel, shape.stride, shape.padding, shape.dilation, strict=True)):
         energy = F.pad(energy, [0, 0] * (energy.dim() - axis - 2) + [p, p]) if p else energy
         energy = energy.unfold(1 + axis, e * (k - 1) + 1, s)[..., ::e].sum(-1)
-    return energy
+    return energy + x.shape[1] * math.prod(shape.kernel) * torch.finfo(torch.float32).tiny  # squares that vanish
 
 
 _weights: dict[Any, Tensor] = {}
@@ -187,9 +188,21 @@ class Shape:
         axes = zip(self.kernel, self.stride, self.dilation, strict=True)
         return math.prod(-(-k // (s // math.gcd(s, e))) for k, s, e in axes)
 
+    @classmethod
+    def of(cls, kernel: Sequence[int], conf: Sequence[int]) -> Shape:
+        """From the numbers that :func:`numbers` made of a forward pass."""
+        n = len(kernel)
+        stride, padding, dilation, extra = (tuple(conf[i * n : (i + 1) * n]) for i in range(4))
+        return cls(tuple(kernel), stride, padding, dilation, conf[4 * n], bool(conf[4 * n + 1]), extra)
+
     def geometry(self) -> Geometry:
         """What norms of per-record gradients need to know."""
         return Geometry(self.kernel, self.stride, self.padding, self.dilation, self.groups)
+
+
+def numbers(stride, padding, dilation, groups, transposed, extra) -> list[int]:
+    """What a forward pass convolved with, as a flat list that compiled graphs can carry."""
+    return [*stride, *padding, *dilation, *extra, groups, int(transposed)]
 
 
 def conv_factors(x: Tensor, d: Tensor, beta: float, shape: Shape) -> tuple[Tensor, Tensor]:
@@ -287,7 +300,7 @@ class ConvFunction(torch.autograd.Function):
                     (True, False, False),
                 )[0].to(x.dtype)  # fmt: skip
             if ctx.key:
-                collect(ctx.key, token, x, d)
+                collect(ctx.key, token, x, d, numbers(*ctx.conf))
             elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
                 shape = Shape(tuple(weight.shape[2:]), *ctx.conf)
                 scale = conv_scale(x, d, limits, flags, beta if ctx.needs_input_grad[2] else 0.0, shape, dtype)

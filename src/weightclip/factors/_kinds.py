@@ -1,14 +1,15 @@
 """What a collector asks of each kind of private layer: its two factors, the norm of their product, the sum of products.
 
-One place where kinds are told apart. A layer's input and cotangent are all that is known of a use; strides and shapes
-come from the layer itself, so that compiled graphs need to carry nothing else.
+One place where kinds are told apart. Known of a use are the layer's input, its cotangent and, for a convolution, the
+numbers its forward pass went by.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,17 +48,9 @@ def trains(layer: Any) -> tuple[bool, bool]:
     return layer.weight.requires_grad, bias is not None and bias.requires_grad
 
 
-def shape_of(layer: Any, x: Tensor, d: Tensor) -> Shape:
-    """The numbers of one use of a convolution: padding that kernels do not know was done before."""
-    kernel, stride, dilation = tuple(layer.kernel_size), tuple(layer.stride), tuple(layer.dilation)
-    given: Any = layer.padding
-    if isinstance(layer, ConvTransposeNd):
-        axes = zip(kernel, stride, given, dilation, x.shape[2:], d.shape[2:], strict=True)
-        extra = tuple(out - ((n - 1) * s - 2 * p + e * (k - 1) + 1) for k, s, p, e, n, out in axes)
-        return Shape(kernel, stride, tuple(given), dilation, layer.groups, True, extra)
-    zeros: tuple[int, ...] = (0,) * len(kernel)
-    padding = zeros if layer.padding_mode != "zeros" or isinstance(given, str) else cast("tuple[int, ...]", given)
-    return Shape(kernel, stride, tuple(padding), dilation, layer.groups, False, zeros)
+def shape_of(layer: Any, conf: Sequence[int]) -> Shape:
+    """The numbers of one use of a convolution, as its forward pass had them."""
+    return Shape.of(layer.weight.shape[2:], conf)
 
 
 def first_of(layer: Any, x: Tensor) -> int:
@@ -65,18 +58,18 @@ def first_of(layer: Any, x: Tensor) -> int:
     return x.dim() - layer.weight.dim() if hasattr(layer, "normalized_shape") else 1
 
 
-def factors(layer: Any, x: Tensor, d: Tensor) -> Factors:
+def factors(layer: Any, x: Tensor, d: Tensor, conf: Sequence[int] = ()) -> Factors:
     """Norms of both factors of each record, as the certificate bounds them for p = 2."""
     if isinstance(layer, nn.Linear):
         return dense_factors(x, d, beta_of(layer))
     if isinstance(layer, nn.Embedding):
         return embedding_factors(x, d)
     if isinstance(layer, ConvNd):
-        return conv_factors(x, d, beta_of(layer), shape_of(layer, x, d))
+        return conv_factors(x, d, beta_of(layer), shape_of(layer, conf))
     return affine_factors(x, d, beta_of(layer), free_dims(x, layer.weight, first_of(layer, x)))
 
 
-def norm(layer: Any, x: Tensor, d: Tensor, kind: int) -> Tensor:
+def norm(layer: Any, x: Tensor, d: Tensor, kind: int, conf: Sequence[int] = ()) -> Tensor:
     """Norm of each record's gradient (weight and beta times bias): exact, or a bound where ``kind`` says so."""
     beta, product = beta_of(layer), layer._wc_product.dtype
     if isinstance(layer, nn.Linear):
@@ -85,11 +78,11 @@ def norm(layer: Any, x: Tensor, d: Tensor, kind: int) -> Tensor:
         x_norm, d_norm = embedding_factors(x, d)
         return x_norm * d_norm
     if isinstance(layer, ConvNd):
-        return conv_norm(x, d, beta, shape_of(layer, x, d), kind, product)
+        return conv_norm(x, d, beta, shape_of(layer, conf), kind, product)
     return affine_record_norm(x, d, free_dims(x, layer.weight, first_of(layer, x)), beta)
 
 
-def scale(layer: Any, x: Tensor, d: Tensor, counter: Counts | None) -> Tensor | None:
+def scale(layer: Any, x: Tensor, d: Tensor, counter: Counts | None, conf: Sequence[int] = ()) -> Tensor | None:
     """Scale of each record for a layer that is used once and has its limits for itself."""
     limits, flags, beta, product = layer._wc_limits, layer._wc_flags, beta_of(layer), layer._wc_product.dtype
     if isinstance(layer, nn.Linear):
@@ -97,11 +90,13 @@ def scale(layer: Any, x: Tensor, d: Tensor, counter: Counts | None) -> Tensor | 
     if isinstance(layer, nn.Embedding):
         return record_scale(*embedding_factors(x, d), limits, flags, counter)
     if isinstance(layer, ConvNd):
-        return conv_scale(x, d, limits, flags, beta, shape_of(layer, x, d), product, counter)
+        return conv_scale(x, d, limits, flags, beta, shape_of(layer, conf), product, counter)
     return affine_scale(x, d, limits, flags, beta, free_dims(x, layer.weight, first_of(layer, x)), counter)
 
 
-def sums(layer: Any, x: Tensor, d: Tensor, scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def sums(
+    layer: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Sequence[int] = ()
+) -> tuple[Tensor | None, Tensor | None]:
     """sum_i scale_i (gradient of record i) of weight and bias; None for one that is not trained."""
     wanted, product = trains(layer), (layer._wc_product.dtype, layer._wc_product.chunk)
     if isinstance(layer, nn.Linear):
@@ -110,11 +105,13 @@ def sums(layer: Any, x: Tensor, d: Tensor, scales: Tensor | None) -> tuple[Tenso
         skip = -1 if layer.padding_idx is None else layer.padding_idx
         return embedding_sums(x, d, scales, layer.weight.shape[0], skip, product[0]) if wanted[0] else None, None
     if isinstance(layer, ConvNd):
-        return conv_sums(x, d, scales, layer.weight, shape_of(layer, x, d), product, wanted)
+        return conv_sums(x, d, scales, layer.weight, shape_of(layer, conf), product, wanted)
     return affine_sums(x, d, scales, layer.weight, first_of(layer, x), wanted)
 
 
-def certified(layer: Any, x: Tensor, d: Tensor, both: Factors, measure: Measure | None) -> Tensor:
+def certified(
+    layer: Any, x: Tensor, d: Tensor, both: Factors, measure: Measure | None, conf: Sequence[int] = ()
+) -> Tensor:
     """The bound of each record's gradient norm that a true certificate keeps below its limit (SOUNDNESS section 7).
 
     Chains in p = inf bound ||delta||_1 and the largest patch or position; a K-norm mechanism's bounds are entrywise.
@@ -129,7 +126,7 @@ def certified(layer: Any, x: Tensor, d: Tensor, both: Factors, measure: Measure 
         if isinstance(layer, nn.Embedding):
             return torch.minimum(product, one)
         if isinstance(layer, ConvNd) and not isinstance(layer, ConvTransposeNd):
-            largest = (patch_energies(x, shape_of(layer, x, d)).flatten(1).amax(1) + beta**2).sqrt()
+            largest = (patch_energies(x, shape_of(layer, conf)).flatten(1).amax(1) + beta**2).sqrt()
             return torch.minimum(product, largest * one)
         return product
     product = measure.size * product

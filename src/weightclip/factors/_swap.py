@@ -53,7 +53,7 @@ def _apply(function: Any, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | 
 
 
 class _Private:
-    """State of a private layer: limits travel with the module (a buffer that no state_dict shows)."""
+    """State of a private layer; its limits are the engine's, not a buffer of the model."""
 
     _wc_native: type[nn.Module]
     _wc_limits: Tensor
@@ -299,9 +299,10 @@ def make_layer_private(
         )
     module.__class__ = _SWAPS[kind]
     layer: Any = module
-    limits = torch.tensor([_INF if v is None else float(v) for v in (radius, cotangent, cap)])
     device = next((q.device for q in module.parameters(recurse=False)), torch.device("cpu"))
-    module.register_buffer("_wc_limits", limits.to(device), persistent=False)
+    values = [_INF if v is None else float(v) for v in (radius, cotangent, cap)]
+    # no buffer: casting or moving the model, or writing to its buffers, must not change what is enforced
+    module.__dict__["_wc_limits"] = torch.tensor(values, dtype=torch.float32, device=device)
     bits = ((RADIUS, radius), (COTANGENT, cotangent), (CAP, cap))
     layer._wc_flags = sum(bit for bit, value in bits if value is not None)
     if cap is not None:
@@ -316,9 +317,9 @@ def make_layer_plain(module: nn.Module) -> None:
     """Undo :func:`make_layer_private`."""
     if isinstance(module, _Private):
         native = module._wc_native
-        for name in ("_wc_flags", "_wc_beta", "_wc_product", "_wc_kind", "_wc_sink", "_wc_counter"):
+        for name in ("_wc_limits", "_wc_flags", "_wc_beta", "_wc_product", "_wc_kind", "_wc_sink", "_wc_counter"):
             module.__dict__.pop(name, None)
-        del module._wc_limits, module._wc_token
+        del module._wc_token
         module.__class__ = native  # type: ignore[assignment]
 
 
