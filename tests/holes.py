@@ -232,6 +232,24 @@ def compiled_wrapper(run: Run, x: Tensor, y: Tensor) -> None:
     run.optimizer.step()
 
 
+class Wrapper(nn.Module):
+    """Around the private model: scales its output in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).mul_(50.0)
+
+
+def compiled_wrapper_in_place(run: Run, x: Tensor, y: Tensor) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(Wrapper(run.model), backend="aot_eager")
+    run.criterion(compiled(x), y).backward()
+    run.optimizer.step()
+
+
 HOLES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "float": (Attribute, annealed(lambda m: setattr(m, "scale", 100.0))),
     "bool": (Attribute, annealed(lambda m: setattr(m, "loud", True))),
@@ -246,6 +264,7 @@ HOLES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "hook on an activation": (Hooked, annealed(lambda m: setattr(m, "on", True))),
     "backward formula of its own": (Custom, usual),
     "compiled with a backward formula of its own": (Custom, compiled_wrapper),
+    "compiled wrapper that scales in place": (Net, compiled_wrapper_in_place),
     "hook for one pass": (Net, hook_for_one_pass),
     "hook on a parameter": (Net, parameter_hook),
     "write through .data before backward": (Net, data_write_before_backward),
