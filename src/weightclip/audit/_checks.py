@@ -156,9 +156,11 @@ class Examination:
         return Check(PURE, self.subject.name, law.shift, 1.0, law.violation, f"p = {p:g}, {law.worst}", asdict(law))
 
     def releases(self, epsilon: float, rate: float = 1.0) -> Check:
-        """Sampled releases of one step."""
+        """Sampled releases of one step; a small epsilon hides in the noise and needs more of them."""
+        base = self.effort.releases
+        trials = min(round(base * max(1.0, 4 / epsilon) ** 2), max(base, 4000))
         found = sampled_releases(self.subject, self.loudest, epsilon=epsilon, target_delta=self.delta, rate=rate,
-                                 trials=self.effort.releases, seed=self.seed)  # fmt: skip
+                                 trials=trials, seed=self.seed)  # fmt: skip
         return _bound_check(RELEASES, self.subject.name, found.epsilon_claimed, rate, found.result, asdict(found))
 
     def two_worlds(self, epsilon: float, rate: float = 1.0) -> Check:
