@@ -6,7 +6,6 @@ release moved, layer by layer, with the sensitivity the noise of that release is
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -272,13 +271,3 @@ HOLES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "more uses than certified": (Repeated, annealed(lambda m: setattr(m, "times", 7))),
     "another thread traces": (Net, another_thread_is_tracing),
 }
-
-
-@contextlib.contextmanager
-def quiet():
-    """What torch.export says about attributes is not the point here."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*attribute.*")
-        yield

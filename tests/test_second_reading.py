@@ -12,7 +12,6 @@ from tests.test_holes import _mean
 from torch import Tensor, nn
 
 import weightclip as wc
-from weightclip import nn as wnn
 from weightclip.factors import Collector, Entry, _kinds, make_layer_private
 from weightclip.factors._affine import affine_factors
 from weightclip.factors._conv import Shape, numbers, patch_energies
@@ -98,8 +97,6 @@ def test_squares_that_vanish_are_allowed_for() -> None:
     shape = Shape((3,), (1,), (0,), (1,), 1, False, (0,))
     largest = patch_energies(x, shape).flatten(1).amax(1).sqrt()
     assert bool((largest.double() >= x.double()[:, :, :3].square().sum((1, 2)).sqrt()).all())
-    norm = wnn.SafeLayerNorm(6, affine=True)
-    make_layer_private(norm, cap=1.0, bound=True)
 
 
 def test_a_loss_inside_the_loss_is_refused() -> None:

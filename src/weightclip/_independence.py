@@ -39,16 +39,13 @@ class Probe:
         again: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ) -> None:  # fmt: skip
         self.model, self.collector, self.cut, self.again = model, collector, cut, again
-        self.uses: dict[int, int] = {}  # how often each entry was used in the last pass
 
     def __call__(self, inputs: Sequence[Any], masks: int = 0) -> Facts:
         """Output and factors for one batch; the same random numbers for every call with the same ``masks``."""
         facts: Facts = []
         rows = next(t.shape[0] for t in inputs if isinstance(t, Tensor))
-        self.uses = {}
 
         def look(entry: Any, x: Tensor, d: Tensor) -> None:
-            self.uses[id(entry)] = self.uses.get(id(entry), 0) + 1
             for factor in (x, d):
                 if factor.shape[0] != rows:
                     raise ContractError(
