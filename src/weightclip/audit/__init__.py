@@ -6,7 +6,8 @@
 - :func:`step_law` measures exactly how far one record moves a step, over hostile neighbouring data sets;
 - :func:`run_law` checks noise, sampling and ledger of a run against what the engine states;
 - :func:`estimator_check` sends canary rows through ``fit`` of the estimators;
-- :func:`sampled_releases`, :func:`two_worlds` and :func:`one_run` give lower bounds of epsilon from samples.
+- :func:`sampled_releases`, :func:`two_worlds` and :func:`one_run` give lower bounds of epsilon from samples;
+- :func:`audit_trainer` takes anybody's trainer, as a function from data to what it releases.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from weightclip.audit._falsifier import falsify as falsify
 from weightclip.audit._figures import audit_figure as audit_figure
 from weightclip.audit._figures import printed_figure as printed_figure
 from weightclip.audit._figures import tightness_figure as tightness_figure
+from weightclip.audit._figures import trainer_figure as trainer_figure
 from weightclip.audit._neighbours import Neighbours as Neighbours
 from weightclip.audit._neighbours import hostile_neighbours as hostile_neighbours
 from weightclip.audit._neighbours import rounding_neighbours as rounding_neighbours
@@ -53,6 +55,9 @@ from weightclip.audit._subject import Run as Run
 from weightclip.audit._subject import Subject as Subject
 from weightclip.audit._suite import Report as Report
 from weightclip.audit._suite import run_audit as run_audit
+from weightclip.audit._trainer import Trainer as Trainer
+from weightclip.audit._trainer import TrainerAudit as TrainerAudit
+from weightclip.audit._trainer import audit_trainer as audit_trainer
 from weightclip.audit._whole_run import WholeRun as WholeRun
 from weightclip.audit._whole_run import two_worlds as two_worlds
 from weightclip.audit._write import write_report as write_report

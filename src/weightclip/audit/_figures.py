@@ -12,6 +12,7 @@ from weightclip.accounting import gdp_delta, gdp_mu
 from weightclip.audit._checks import FALSIFIER, ONE_RUN, ONE_STEP, RELEASES, TWO_WORLDS, Check, gdp_estimate_of
 from weightclip.audit._falsifier import Falsification
 from weightclip.audit._printed import Caught
+from weightclip.audit._trainer import TrainerAudit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -171,3 +172,31 @@ def _shade(i: int, n: int) -> Any:
     import matplotlib
 
     return matplotlib.colormaps["viridis"](0.15 + 0.7 * i / max(1, n - 1))
+
+
+def trainer_figure(found: TrainerAudit, path: Path) -> Path:
+    """Scores of somebody's trainer on both data sets, and how often they are told apart beside what is allowed."""
+    figure, (left, right) = _new(9, 3.4, columns=2)
+    without, with_record = (
+        np.clip(s, *np.quantile(np.concatenate(found.scores), [0.001, 0.999])) for s in found.scores
+    )
+    edges = np.linspace(min(without.min(), with_record.min()), max(without.max(), with_record.max()) + 1e-12, 40)
+    left.hist(without, edges, color=_GREY, alpha=0.7, label="without the record")
+    left.hist(with_record, edges, color=_BAD if found.violation else _FOUND, alpha=0.7, label="with it")
+    left.set_xlabel(f"score: {found.told_by}", fontsize=8)
+    left.set_ylabel("runs")
+    left.legend(frameon=False, fontsize=8)
+    cuts = np.quantile(np.concatenate(found.scores), np.linspace(0, 1, 200))
+    rates = np.array([[(s > c).mean() for s in found.scores] for c in cuts])
+    right.plot(rates[:, 0], rates[:, 1], color=_BAD if found.violation else _FOUND, label="measured")
+    fpr = np.linspace(0, 1, 200)
+    grow, shrink = np.exp(found.epsilon), np.exp(-found.epsilon)
+    allowed = np.minimum(grow * fpr + found.delta, 1 - shrink * (1 - fpr - found.delta))
+    right.plot(
+        fpr, np.minimum(allowed, 1), color=_CLAIM, ls="--", lw=1.2, label=f"claimed, epsilon = {found.epsilon:g}"
+    )
+    right.set(xlabel="false alarms", ylabel="found", xlim=(0, 1), ylim=(0, 1.01))
+    right.legend(frameon=False, fontsize=8, loc="lower right")
+    verdict = "refuted" if found.violation else "not refuted"
+    figure.suptitle(f"{found.name}: {verdict}, at least {found.result.epsilon_lower:.3g} with 95%", fontsize=10)
+    return _save(figure, path)

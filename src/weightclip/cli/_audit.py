@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weightclip.cli._audit_trainer import audit_own
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
 
 
 def audit(
+    trainer: Annotated[
+        str | None,
+        typer.Argument(help="module:function that gives a weightclip.audit.Trainer: audits that one and nothing else."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="About a minute instead of ten.")] = False,
     seed: Annotated[int, typer.Option(help="Root of all randomness: the same seed gives the same report.")] = 0,
     epsilon: Annotated[list[float] | None, typer.Option(help="Claim to audit by sampling (repeatable).")] = None,
@@ -21,12 +27,17 @@ def audit(
     out: Annotated[Path, typer.Option(help="Folder for report.json, the pictures and the tables.")] = Path(
         "runs/audit"
     ),
+    runs: Annotated[
+        int, typer.Option(help="Trainings on each of the two data sets, for a trainer of your own.")
+    ] = 1000,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Try to refute the epsilon that weightclip prints, with its real engine; exit code 1 if that succeeds.
+    """Try to refute a claimed epsilon: of weightclip's real engine, or of a trainer of yours; exit code 1 if it fails.
 
     Example: weightclip audit --quick --epsilon 1 --epsilon 8
     """
+    if trainer is not None:
+        return audit_own(trainer, runs, seed, out, as_json)
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
