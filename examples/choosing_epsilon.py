@@ -10,17 +10,16 @@ from __future__ import annotations
 import math
 import sys
 
+import adult
 import numpy as np
+import pandas as pd
 
 from weightclip.accounting import Mechanism, NegativeBinomialRuns, epsilon, search_cost
 from weightclip.estimators import LipDPClassifier
-from weightclip.study import data
 
-table = data.load(sys.argv[1] if len(sys.argv) > 1 else "dropout")
-parts = data.split(table, seed=0)
-X, y = table.to_pandas(), np.array(table.classes)[table.target]
-bounds = {c.name: (c.low, c.high) for c in table.columns if c.kind == "numeric"}
-categories = {c.name: c.categories for c in table.columns if c.kind == "categorical"}
+table, y = adult.load(int(sys.argv[1]) if len(sys.argv) > 1 else 5000)
+X, bounds, categories = pd.DataFrame(table), adult.RANGES, adult.CATEGORIES
+train, test = adult.parts(len(y))
 
 # %% [markdown]
 # ## What it means for one person
@@ -39,8 +38,8 @@ for e in (0.1, 0.5, 1.0, 3.0, 8.0):
 majority = max(np.unique(y, return_counts=True)[1]) / len(y)
 for e in (0.3, 1.0, 3.0):
     model = LipDPClassifier(epsilon=e, feature_bounds=bounds, categories=categories, random_state=0)
-    model.fit(X.iloc[parts.train], y[parts.train])
-    accuracy = model.score(X.iloc[parts.test], y[parts.test])
+    model.fit(X.iloc[train], y[train])
+    accuracy = model.score(X.iloc[test], y[test])
     print(f"epsilon {e:3.1f}: accuracy {accuracy:.3f} (majority class {majority:.3f})")
 
 # %% [markdown]
@@ -67,6 +66,6 @@ for line in report["not_covered"]:
 
 # %%
 once = LipDPClassifier(epsilon=1.0, delta=1e-6, feature_bounds=bounds, categories=categories, epochs=1, random_state=0)
-mechanisms = once.fit(X.iloc[parts.train], y[parts.train]).privacy_report_["mechanisms"]
+mechanisms = once.fit(X.iloc[train], y[train]).privacy_report_["mechanisms"]
 released = [Mechanism(m["kind"], m["sigma"], m["q"], m["steps"]) for m in mechanisms]
 print(f"best of about ten: epsilon {search_cost(released, 1e-6, NegativeBinomialRuns(mean=10.0)):.2f}")

@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
+import adult
 import matplotlib.pyplot as plt
 import torch
 from rich.console import Console
@@ -16,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip.study import data
 
 
 def main() -> None:
@@ -29,11 +29,10 @@ def main() -> None:
     console = Console()
     torch.set_num_threads(1)  # a network this small gains nothing from more, and loses much where cores are shared
 
-    adult = data.load("adult")
-    parts = data.split(adult, seed=0)
-    encoded = data.encode(adult)  # public ranges and categories: nothing is fitted on private rows
-    X, y = torch.tensor(encoded.X), torch.tensor(encoded.y).long()
-    train, test = torch.as_tensor(parts.train), torch.as_tensor(parts.test)
+    table, income = adult.load()
+    X = torch.tensor(adult.encode(table))  # public ranges and categories: nothing is fitted on private rows
+    y = torch.tensor(income == ">50K").long()
+    train, test = map(torch.as_tensor, adult.parts(len(y)))
     delta = 1e-6
     share = y[test].double().mean().item()
     console.print(

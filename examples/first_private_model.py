@@ -7,15 +7,16 @@
 # %%
 from __future__ import annotations
 
-import csv
 import json
 import sys
 import tempfile
 from pathlib import Path
 
+import adult
+import pandas as pd
+
 from weightclip.cli import main as weightclip
 from weightclip.estimators import LipDPClassifier
-from weightclip.study import data
 
 folder = Path(tempfile.mkdtemp(prefix="weightclip-tutorial-"))
 rows = int(sys.argv[1]) if len(sys.argv) > 1 else 48842
@@ -35,13 +36,9 @@ def command(line: str) -> None:
 # The bundled Adult census extract, written as an ordinary CSV.
 
 # %%
-adult = data.load("adult")
-names = [c.name for c in adult.columns]
-with (folder / "adult.csv").open("w", newline="") as file:
-    writer = csv.writer(file)
-    writer.writerow([*names, "income"])
-    for i in range(rows):
-        writer.writerow([*(adult.values[n][i] for n in names), adult.classes[adult.target[i]]])
+table, income = adult.load(rows)
+frame = pd.DataFrame(table)
+frame.assign(income=income).to_csv(folder / "adult.csv", index=False)
 
 # %% [markdown]
 # ## One command
@@ -65,11 +62,9 @@ print(report["statement"])
 # budget for training. `random_state` makes a tutorial repeatable; leave it out in earnest, so that noise is secret.
 
 # %%
-frame = adult.to_pandas().iloc[:rows]
-income = [adult.classes[c] for c in adult.target[:rows]]
 known = {"age": (17, 90), "education-num": (1, 16), "capital-gain": (0, 99999), "capital-loss": (0, 4356),
          "hours-per-week": (1, 99)}  # fmt: skip
-categories = {c.name: c.categories for c in adult.columns if c.kind == "categorical"}
-model = LipDPClassifier(epsilon=1.0, feature_bounds=known, categories=categories, random_state=0).fit(frame, income)
+model = LipDPClassifier(epsilon=1.0, feature_bounds=known, categories=adult.CATEGORIES, random_state=0)
+model.fit(frame, income)
 print(f"accuracy on the training records (itself not private to show): {model.score(frame, income):.3f}")
 print(f"epsilon {model.epsilon_:.4f} at delta {model.delta_:g}")

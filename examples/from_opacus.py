@@ -10,16 +10,16 @@ from __future__ import annotations
 import sys
 
 import torch
+from sklearn.datasets import load_breast_cancer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip.study import data
 
 epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-table = data.load("german_credit")
-encoded = data.encode(table)  # public ranges and categories: nothing is read from the records
-X, y = torch.tensor(encoded.X), torch.tensor(encoded.y)
+records, labels = load_breast_cancer(return_X_y=True)
+X, y = torch.tensor(records).float(), torch.tensor(labels)
+X = X / (X.norm(dim=1, keepdim=True) + 1)  # each record by itself: nothing is learnt from the others
 
 
 def network() -> nn.Module:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 
+import adult
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip.study import data
 
 
 class Block(nn.Module):
@@ -54,20 +54,16 @@ class Encoder(nn.Module):
         return self.head(self.blocks(self.embed(tokens)).mean(1))
 
 
-def tokens_of(table: data.TabularData, bins: int = 8) -> tuple[Tensor, int]:
+def tokens_of(table: dict[str, np.ndarray], bins: int = 8) -> tuple[Tensor, int]:
     """One token per column: the category (0 for missing), or the bin of a number in its public range."""
-    encoded = data.encode(table)
-    names = list(encoded.feature_names)
     columns, offset = [], 0
-    for column in table.columns:
-        if column.kind == "categorical":
-            places = [names.index(f"{column.name}={category}") for category in column.categories]
-            one_hot = np.asarray(encoded.X)[:, places]
-            token = np.where(one_hot.max(1) > 0, one_hot.argmax(1) + 1, 0)
-            size = len(column.categories) + 1
+    for name, values in table.items():
+        if name in adult.CATEGORIES:
+            same = values[:, None] == np.array(adult.CATEGORIES[name])[None, :]
+            token, size = np.where(same.any(1), same.argmax(1) + 1, 0), same.shape[1] + 1
         else:
-            share = (np.asarray(encoded.X)[:, names.index(column.name)] + 1) / 2  # public ranges map to [-1, 1]
-            token, size = np.clip((share * bins).astype(np.int64), 0, bins - 1), bins
+            low, high = adult.RANGES[name]
+            token, size = np.clip(((values - low) / (high - low) * bins).astype(np.int64), 0, bins - 1), bins
         columns.append(token + offset)
         offset += size
     return torch.tensor(np.stack(columns, 1)), offset
@@ -80,11 +76,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--records", type=int, default=None, help="use only so many training records")
     options = parser.parse_args()
-    table = data.load("adult")
-    parts = data.split(table, seed=0)
+    table, income = adult.load()
     x, vocabulary = tokens_of(table)
-    y = torch.tensor(data.encode(table).y).long()
-    train, test = torch.as_tensor(parts.train)[: options.records], torch.as_tensor(parts.test)
+    y = torch.tensor(income == ">50K").long()
+    train, test = map(torch.as_tensor, adult.parts(len(y)))
+    train = train[: options.records]
 
     torch.manual_seed(0)
     model = Encoder(vocabulary)

@@ -51,7 +51,7 @@ def test_names_exist(text):
 
 
 def test_the_search_finds_names():
-    text = "`wc.Bounds()`, weightclip.nn.SafeGroupNorm. a/weightclip.toml\nfrom weightclip.study import data, nothing"
+    text = "`wc.Bounds()`, weightclip.nn.SafeGroupNorm. a/weightclip.toml\nfrom weightclip_studies import data, nothing"
     found = {"Bounds", "nn.SafeGroupNorm", "study", "study.data", "study.nothing"}
     assert names_in(text) == {f"weightclip.{name}" for name in found}
     assert exists("weightclip.LipDPClassifier") and exists("weightclip.LipDPRegressor")

@@ -60,6 +60,6 @@ def test_image_classifier(monkeypatch, capfd):
             image[4 * (label // 5) : 4 * (label // 5) + 8, 4 * (label % 5) : 4 * (label % 5) + 8] = 255
         return found, labels
 
-    monkeypatch.setattr("weightclip.study.data.load_images", images)
+    monkeypatch.setattr("weightclip_studies.data.load_images", images)
     out = run("image_classifier.py", "--records", "300", "--seed", "1", monkeypatch=monkeypatch, capfd=capfd)
     assert float(out.split("test accuracy ")[1].split("%")[0]) > 20

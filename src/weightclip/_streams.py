@@ -114,6 +114,10 @@ class Streams:
         root = hashlib.blake2b(struct.pack("<Q", seed), digest_size=32, person=b"wclip-seeded").digest()
         return cls(root, seed=seed)
 
+    def child(self, label: str, *ints: int) -> Streams:
+        """Streams of their own for a part of a run, as secure as these."""
+        return Streams(self.key(label, *ints), seed=self._seed)
+
     @property
     def is_secure(self) -> bool:
         """True when the root comes from the operating system and cannot be saved."""

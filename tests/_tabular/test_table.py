@@ -152,7 +152,7 @@ def test_bad_schemas_fail_with_one_line(bad, match):
 
 
 def test_schema_round_trip_and_bundled_sets(tmp_path):
-    from weightclip.study import data
+    from weightclip_studies import data
 
     for name in data.names():
         schema = Schema.of_study(data.describe(name))

@@ -35,7 +35,8 @@ def model_card(pipeline: dict[str, Any], report: dict[str, Any]) -> str:
         value = m["epsilon"] if isinstance(m["epsilon"], str) else f"{m['epsilon']:.4g}"
         lines.append(f"| {m['label']} | {m['kind']} | {sigma} | {m['q']:.4g} | {m['steps']} | {value} |")
     total = f"epsilon {report['epsilon']} at delta {report['delta']:g}"
-    lines += ["", f"Together, by {report['accountant'].upper()}: {total}, for adding or removing one record."]
+    law = f" (best of {report['search']['mean_runs']:g} such runs on average)" if "search" in report else ""
+    lines += ["", f"Together{law}, by {report['accountant'].upper()}: {total}, for adding or removing one record."]
     lines += ["", "## Preprocessing", ""]
     lines += [f"- {s}" for s in report["preprocessing"]]
     lines += ["", "## Not covered by epsilon", ""]

@@ -147,6 +147,11 @@ _REPORT: Rules = {
     "not_covered": (_texts, "a list of sentences"),
     "public": (lambda v: isinstance(v, dict), "an object"),
     "layers": (lambda v: isinstance(v, list) and len(v) > 0, "a list of layers"),
+    "search": (lambda v: isinstance(v, dict), "an object"),
+}
+_SEARCH: Rules = {
+    "mean_runs": (lambda v: _number(v) and v > 1, "a number above 1"),
+    "score": (_number, "a number"),
 }
 _MECHANISM: Rules = {
     "kind": (lambda v: v in ("gaussian", "pure"), '"gaussian" or "pure"'),
@@ -179,7 +184,9 @@ _SETTINGS: Rules = {
 
 def check_report(report: Any, where: str) -> None:
     """Refuse, in one line, a privacy report of the wrong shape; whether it is true is for `certify` to find out."""
-    _obey(report, _REPORT, where)
+    _obey(report, _REPORT, where, frozenset({"search"}))
+    if "search" in report:
+        _obey(report["search"], _SEARCH, f"{where}: 'search'")
     for i, m in enumerate(report["mechanisms"]):
         _obey(m, _MECHANISM, f"{where}: mechanism {i + 1}", frozenset({"epsilon0"}))
     _obey(report["public"], _PUBLIC, f"{where}: 'public'")

@@ -128,7 +128,7 @@ class Schema:
 
     @classmethod
     def of_study(cls, described: Any) -> Schema:
-        """The schema of a bundled data set (`weightclip.study.data.describe`): its public columns."""
+        """The schema of a bundled data set (`weightclip_studies.data.describe`): its public columns."""
         columns = []
         for c in described.columns:
             if c.kind == "categorical":

@@ -8,8 +8,9 @@ from dataclasses import fields
 from typing import Any
 
 from weightclip._fast_mlp import Run, Settings
+from weightclip._draws import TAIL
 from weightclip._report import _version
-from weightclip.accounting import Mechanism, epsilon
+from weightclip.accounting import Mechanism, NegativeBinomialRuns, epsilon, search_cost
 
 from ._encoder import Fitted
 
@@ -83,9 +84,54 @@ def mechanisms_of(report: dict[str, Any]) -> list[Mechanism]:
     ]  # fmt: skip
 
 
-def recompute(report: dict[str, Any]) -> float:
-    """ε from the mechanisms a report lists, at its δ."""
-    return epsilon(mechanisms_of(report), report["delta"], report["accountant"], report["adjacency"].lower())
+def recompute(report: dict[str, Any], delta: float | None = None, accountant: str | None = None) -> float:
+    """ε from the mechanisms a report lists, at its δ or another; of the whole search where there was one."""
+    mechanisms, delta = mechanisms_of(report), report["delta"] if delta is None else delta
+    if (search := report.get("search")) is not None:
+        return searched_epsilon(mechanisms, delta, search["mean_runs"], report["target_epsilon"])
+    return epsilon(mechanisms, delta, accountant or report["accountant"], report["adjacency"].lower())
+
+
+def searched_epsilon(mechanisms: Sequence[Mechanism], delta: float, mean_runs: float, target: float) -> float:
+    """ε of a search that releases the best of a geometric number of runs; ``mechanisms`` are those of one run.
+
+    Formal guarantees:
+        `accounting.search_cost`, after taking from δ the chance that any draw of any run holds more records than the
+        slack of its sums covers (TAIL each; e^ε of it, since the search amplifies what fails).
+    """
+    draws = sum(m.steps for m in mechanisms if m.q < 1)
+    left = delta - (1 + math.exp(min(target, 30.0))) * mean_runs * draws * TAIL
+    return search_cost(mechanisms, left, NegativeBinomialRuns(mean_runs, 1.0))
+
+
+def searched_report(
+    run: dict[str, Any], mechanisms: Sequence[Mechanism], mean_runs: float, target: float, n: int, score: float
+) -> dict[str, Any]:
+    """The report of a whole search, from that of the run that won.
+
+    Args:
+        run: Report of the winner.
+        mechanisms: What one run releases, its score included.
+        mean_runs: Mean of the geometric number of runs.
+        target: Budget of the whole search.
+        n: Public number of records, those of the validation included.
+        score: The winner's noisy score, per record.
+    """
+    delta = run["delta"]
+    total = searched_epsilon(mechanisms, delta, mean_runs, target)
+    law = f"the best of a random number of runs ({mean_runs:g} on average), each of which releases what is listed"
+    return {
+        **run,
+        "statement": f"({_text(total)}, {delta:g})-differentially private for adding or removing one record.",
+        "epsilon": total,
+        "target_epsilon": target,
+        "accountant": "rdp",
+        "mechanisms": [_entry(m, delta, "rdp") for m in mechanisms],
+        "preprocessing": [*run["preprocessing"], f"search: {law}"],
+        "search": {"mean_runs": mean_runs, "score": score},
+        "public": {**run["public"], "records": n, "training_records": run["public"]["records"]},
+        "not_covered": [*run["not_covered"], "how long the search took: it tells of the number of runs"],
+    }
 
 
 def _entry(m: Mechanism, delta: float, accountant: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from weightclip.audit._accountants import AccountantRow as AccountantRow
 from weightclip.audit._accountants import compare_accountants as compare_accountants
 from weightclip.audit._built_in import subjects as subjects
+from weightclip.audit._caught import Caught as Caught
 from weightclip.audit._checks import AUDITS as AUDITS
 from weightclip.audit._checks import EXACT as EXACT
 from weightclip.audit._checks import FULL as FULL
@@ -41,8 +42,6 @@ from weightclip.audit._one_run import one_run as one_run
 from weightclip.audit._one_step import Shift as Shift
 from weightclip.audit._one_step import StepLaw as StepLaw
 from weightclip.audit._one_step import step_law as step_law
-from weightclip.audit._printed import Caught as Caught
-from weightclip.audit._printed import catch_printed as catch_printed
 from weightclip.audit._pure import PureLaw as PureLaw
 from weightclip.audit._pure import pure_law as pure_law
 from weightclip.audit._releases import SampledReleases as SampledReleases
@@ -53,6 +52,7 @@ from weightclip.audit._statistics import TwoWorlds as TwoWorlds
 from weightclip.audit._statistics import clopper_pearson as clopper_pearson
 from weightclip.audit._subject import Run as Run
 from weightclip.audit._subject import Subject as Subject
+from weightclip.audit._suite import ExtraAudit as ExtraAudit
 from weightclip.audit._suite import Report as Report
 from weightclip.audit._suite import run_audit as run_audit
 from weightclip.audit._trainer import Trainer as Trainer

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightclip.accounting import gdp_delta, gdp_mu
+from weightclip.audit._caught import Caught
 from weightclip.audit._checks import FALSIFIER, ONE_RUN, ONE_STEP, RELEASES, TWO_WORLDS, Check, gdp_estimate_of
 from weightclip.audit._falsifier import Falsification
-from weightclip.audit._printed import Caught
 from weightclip.audit._trainer import TrainerAudit
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The whole audit: every built-in trainer, every claim, the printed algorithm, the accountants; one report."""
+"""The whole audit: every built-in trainer, every claim, the accountants, and what the caller adds; one report."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 
 from weightclip.audit._accountants import GRID, SHORT_GRID, AccountantRow, compare_accountants
 from weightclip.audit._built_in import subjects
+from weightclip.audit._caught import Caught
 from weightclip.audit._checks import FULL, QUICK, Check, Examination, json_ready, one_run_check
 from weightclip.audit._estimators import canaries, estimator_check
-from weightclip.audit._heads import head_check, head_trainers
-from weightclip.audit._printed import Caught, catch_printed
 
 PRINTED_AT_LEAST = 5.0
 """What the audits must show of the printed algorithm, which claims 1: less would mean that they have gone blind."""
@@ -35,7 +34,7 @@ class Report:
         delta: delta of every claim.
         epsilons: Claims audited by sampling.
         checks: One entry per audit and trainer.
-        printed: The printed algorithm's cases.
+        printed: Algorithms that are known to be unsound (`ExtraAudit` adds them): each must be caught.
         accountants: Independent accountants side by side.
     """
 
@@ -76,6 +75,19 @@ class Report:
         return json.dumps(self.to_dict(), indent=1)
 
 
+@dataclass(frozen=True)
+class ExtraAudit:
+    """An audit that the caller adds to `run_audit`, of a trainer of its own for example.
+
+    Attributes:
+        label: What it does, for the progress bar.
+        run: Adds to the report's ``checks``, or to ``printed`` what must be caught.
+    """
+
+    label: str
+    run: Callable[[Report], None]
+
+
 Progress = Callable[[str, int, int], None]
 """Called with (what comes next, number done, number of all)."""
 
@@ -86,6 +98,7 @@ def run_audit(
     seed: int = 0,
     epsilons: Sequence[float] = (1.0, 2.0, 4.0, 8.0),
     delta: float = 1e-5,
+    extra: Sequence[ExtraAudit] = (),
     progress: Progress | None = None,
 ) -> Report:
     """Run all audits.
@@ -95,10 +108,12 @@ def run_audit(
         seed: Root of all randomness.
         epsilons: Claims audited by sampling.
         delta: delta of every claim.
+        extra: Audits besides the built-in ones.
         progress: Called before each audit.
     """
     report = Report(seed, quick, delta, tuple(epsilons))
     tasks = _tasks(report)
+    tasks += [(one.label, lambda one=one: one.run(report)) for one in extra]
     for done, (label, task) in enumerate(tasks):
         if progress is not None:
             progress(label, done, len(tasks))
@@ -151,16 +166,9 @@ def _tasks(report: Report) -> list[tuple[str, Callable[[], None]]]:
             lambda c=canary, r=runs: estimator_check(c, delta=delta, runs=r, seed=seed),
         )
 
-    for name, head in head_trainers().items():
-        check(f"image heads: {name}", lambda n=name, h=head: head_check(n, h, 12 if report.quick else 48))
-
-    def printed() -> None:
-        report.printed += catch_printed(seed, 60_000 if report.quick else 200_000, delta)
-
     def accountants() -> None:
         report.accountants += compare_accountants(SHORT_GRID if report.quick else GRID, delta)
 
-    tasks.append(("the printed algorithm", printed))
     tasks.append(("independent accountants", accountants))
     return tasks
 

@@ -10,7 +10,7 @@ from weightclip.audit._suite import Report
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
-    """report.json, audit.png, report.md, the accountants' table and one picture per flaw of the printed algorithm."""
+    """report.json, audit.png, report.md, the accountants' table and one picture per flaw of an algorithm that was caught."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "report.json", audit_figure(report, folder / "audit.png"), folder / "report.md"]
     files[0].write_text(report.to_json() + "\n")
@@ -34,6 +34,8 @@ def _markdown(report: Report) -> str:
         verdict = "**violation**" if c.violation else "ok"
         lines.append(f"| {c.audit} | {c.subject} | {c.measured:.4g} | {c.allowed:g} | {c.note} | {verdict} |")
     head = "| flaw | case | shift / allowed | 95% lower bound | GDP estimate | caught |"
+    if not report.printed:
+        return "\n".join([*lines, ""])
     lines += ["", "## The algorithm as printed, claimed epsilon = 1", "", head, "|---|---|---:|---:|---:|---|"]
     for p in report.printed:
         lines.append(f"| {p.name} | {p.note} | {p.shift:.3g} | {p.result.epsilon_lower:.3g} | "

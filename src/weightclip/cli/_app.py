@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import sys
@@ -17,22 +16,16 @@ import typer
 
 from weightclip.errors import WeightclipError
 
-COMMANDS = ("train", "predict", "certify", "verify", "importances", "audit", "reproduce", "tune", "bench", "data")
+COMMANDS = ("train", "predict", "certify", "verify", "importances", "audit", "tune")
 """In the order ``--help`` shows them; each lives in ``_<name>.py`` as a function or as a typer ``app`` of its own."""
+
+MOVED = ("reproduce", "bench", "data")
+"""Commands that are now those of the studies."""
 
 _LONGEST = 1000  # characters of an error: options may be of any length
 
 # typer carries click inside or depends on it, by version: its base error is found through the public one
 _UsageErrors: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-
-app = typer.Typer(
-    name="weightclip",
-    help="Differentially private training at the speed of ordinary training, and audits of what it claims.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
 
 def _version(value: bool) -> None:
     if value:
@@ -42,40 +35,56 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
     pass
 
 
-def _register() -> None:
-    for name in COMMANDS:
-        place = f"weightclip.cli._{name}"
-        if importlib.util.find_spec(place) is None:
-            continue
-        module = import_module(place)
+def assemble(name: str, help: str, package: str, commands: Sequence[str]) -> typer.Typer:
+    """An application of the commands in ``package``: one file ``_<command>.py`` each."""
+    app = typer.Typer(
+        name=name, help=help, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    )  # fmt: skip
+    app.callback()(_options)
+    for command in commands:
+        module = import_module(f"{package}._{command}")
         if isinstance(getattr(module, "app", None), typer.Typer):
-            app.add_typer(module.app, name=name)
+            app.add_typer(module.app, name=command)
         else:
-            app.command(name)(getattr(module, name))
+            app.command(command)(getattr(module, command))
+    return app
 
 
-_register()
+app = assemble(
+    "weightclip",
+    "Differentially private training at the speed of ordinary training, and audits of what it claims.",
+    "weightclip.cli",
+    COMMANDS,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 only on success, 1 on an error of ours, 2 on bad options.
+    """Run ``weightclip`` and exit, as `run` does; a command that has moved says where to."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words and words[0] in MOVED:
+        where = "`pip install -e studies` in a checkout of the repository brings it"
+        sys.exit(_complain(f"weightclip {words[0]} is now: weightclip-study {words[0]} ({where}).", 2))
+    run(app, words)
+
+
+def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> None:
+    """Run a command line and exit: 0 only on success, 1 on an error of ours, 2 on bad options.
 
     Errors are one line on stderr; WEIGHTCLIP_DEBUG=1 shows where they come from. Being told to stop (SIGTERM, SIGHUP)
     ends the command as an error does: what is half done is cleaned up on the way.
     """
     with _stopped_by_signals():
-        code = _run(arguments)
+        code = _run(app, arguments)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _run(arguments: Sequence[str] | None) -> Any:
+def _run(app: typer.Typer, arguments: Sequence[str] | None) -> Any:
     try:
         return app(args=None if arguments is None else list(arguments), standalone_mode=False)
     except typer.Abort:

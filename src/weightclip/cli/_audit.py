@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ from weightclip.cli._audit_trainer import audit_own
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from weightclip.audit import Check, Report
+    from weightclip.audit import Check, ExtraAudit, Report
 
 
 def audit(
@@ -38,6 +39,19 @@ def audit(
     """
     if trainer is not None:
         return audit_own(trainer, runs, seed, out, as_json)
+    audit_and_show(quick, seed, epsilon, delta, out, as_json)
+
+
+def audit_and_show(
+    quick: bool,
+    seed: int,
+    epsilon: list[float] | None,
+    delta: float,
+    out: Path,
+    as_json: bool,
+    extra: Callable[[], Sequence[ExtraAudit]] = tuple,
+) -> None:
+    """Run all audits and those of ``extra``, write the report, show it; exit code 1 if a claim was refuted."""
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -54,7 +68,7 @@ def audit(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("audit", total=None)
-        report = run_audit(quick=quick, seed=seed, epsilons=epsilons, delta=delta,
+        report = run_audit(quick=quick, seed=seed, epsilons=epsilons, delta=delta, extra=extra(),
                            progress=lambda label, done, total: bar.update(task, description=label, completed=done,
                                                                           total=total))  # fmt: skip
         bar.update(task, description="pictures")
@@ -100,11 +114,17 @@ def _show(report: Report, console: Console) -> None:
             bounds.add_row(f"{c.audit}, {c.subject}", f"{c.details['rate']:g}", f"{c.allowed:g}", f"{c.measured:.3g}",
                            f"{gdp_estimate_of(c):.3g}", _verdict(c))  # fmt: skip
     console.print(bounds)
+    if not report.printed:
+        return _accountants(report, console)
     printed = table("The algorithm as printed, claimed epsilon = 1", "flaw", "shift", "95% lower", "")
     for case in report.printed:
         caught = "[green]caught[/green]" if case.result.violation else "[red]missed[/red]"
         printed.add_row(case.name, f"{case.shift:.3g}", f"{case.result.epsilon_lower:.3g}", caught)
     console.print(printed)
+    _accountants(report, console)
+
+
+def _accountants(report: Report, console: Console) -> None:
     wrong = sum(bool(r.disagreement) for r in report.accountants)
     console.print(f"independent accountants: {len(report.accountants)} settings, {wrong} disagreements")
 

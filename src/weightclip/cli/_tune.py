@@ -1,116 +1,99 @@
-"""`weightclip tune`: accuracy against ε by Bayesian optimisation, or a search that pays for itself."""
+"""``weightclip tune``: settings for a table of your own, by a search that pays for itself."""
 
 from __future__ import annotations
 
-import csv
 import json
+import math
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
-from weightclip.cli._reproduce import _names, _progress, _workers
+from weightclip.errors import WeightclipError
 
 
 def tune(
-    dataset: Annotated[str, typer.Argument(help="One of the seven tabular sets.")],
-    methods: Annotated[str, typer.Option(help="Comma-separated methods; the same number of trials for each.")] = (
-        "dp-sgd,lip-factors"
-    ),
-    space: Annotated[str, typer.Option(help="'ours' or 'paper'.")] = "ours",
-    trials: Annotated[int, typer.Option(help="Configurations tried for each method.", min=4)] = 40,
-    seeds: Annotated[int, typer.Option(help="Seeds of a configuration.", min=1)] = 2,
-    group_norm: Annotated[bool, typer.Option(help="With group normalisation.")] = False,
-    accounted: Annotated[
-        bool, typer.Option(help="Pay for the search: random number of runs, total ε printed.")
-    ] = False,
-    epsilon: Annotated[
-        float | None, typer.Option(help="Total ε of an accounted search; the paper's by default.")
+    data: Annotated[Path, typer.Argument(help="table: .csv, .tsv (also .gz), .parquet, .arrow or .feather")],
+    target: Annotated[str, typer.Option(help="column to predict")],
+    epsilon: Annotated[float, typer.Option(help="privacy budget of the whole search and the model it releases")],
+    out: Annotated[Path, typer.Option(help="model folder to write")],
+    delta: Annotated[float | None, typer.Option(help="its delta (default 1/n^2, rounded down)")] = None,
+    mean_runs: Annotated[float, typer.Option(help="mean of the random number of runs")] = 10.0,
+    score_noise: Annotated[float, typer.Option(help="noise of a run's validation score, in records")] = 10.0,
+    schema: Annotated[Path | None, typer.Option(help="JSON file: types, public ranges and categories")] = None,
+    task: Annotated[str, typer.Option(help="classification or regression")] = "classification",
+    classes: Annotated[str | None, typer.Option(help="public class labels, separated by commas")] = None,
+    target_range: Annotated[str | None, typer.Option(help="public range of a numeric target, as LOW,HIGH")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="column to leave out (repeatable)")] = None,
+    categorical: Annotated[list[str] | None, typer.Option(help="column to treat as categorical (repeatable)")] = None,
+    epochs: Annotated[float | None, typer.Option(help="passes over the data of every run")] = None,
+    n_records: Annotated[
+        int | None, typer.Option(help="public number of records, if the true one is private", min=1)
     ] = None,
-    mean_runs: Annotated[float, typer.Option(help="Mean number of runs of an accounted search.")] = 10.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of an accounted search, for experiments.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the Pareto front (CSV, PNG) or the accounted result.")] = Path(
-        "runs/tune"
-    ),
-    store: Annotated[Path, typer.Option(help="Results store (SQLite); a killed search continues from it.")] = Path(
-        "runs/tune.sqlite"
-    ),
-    workers: Annotated[int, typer.Option(help="Processes: methods are searched side by side.", min=1)] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    delimiter: Annotated[str | None, typer.Option(help="of delimited text (default comma, tab for .tsv)")] = None,
+    seed: Annotated[int | None, typer.Option(help="repeatable noise, for experiments only")] = None,
+    overwrite: Annotated[bool, typer.Option(help="replace an older model folder")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the privacy report as JSON")] = False,
 ) -> None:
-    """Search settings for a tabular set: the front of accuracy against ε (qLogNEHVI), or one accounted search.
+    """Search settings on a table and write the best model; epsilon covers search, comparison and model together.
 
-    Example: weightclip tune adult
+    A random number of runs try random settings on four fifths of the records; the rest compares them, with noise.
+    Only the best run is released, and nothing is said about the others.
+
+    Example: weightclip tune data.csv --target income --epsilon 1 --out model/
     """
-    import numpy as np
-    from safetensors.numpy import save_file
+    from weightclip._streams import Streams
+    from weightclip._tabular import _defaults, _files, _folder
+    from weightclip._tabular._checks import check_budget
+    from weightclip._tabular._fit import Plan, PrivateScaling
+    from weightclip._tabular._search import SearchPlan, Task, search
+    from weightclip.cli._train import _check_settings, _codes, _schema, _task
 
-    from weightclip.study import data
-    from weightclip.study._space import PRINTED_METHODS, PRIVATE
-    from weightclip.study._store import Store
-    from weightclip.study._tune import accounted_search, plot_pareto
-    from weightclip.study._tune import tune as run_tune
-
-    _names(dataset, data.names(), "dataset")
-    allowed = tuple(m for m in PRIVATE if not (accounted and m in PRINTED_METHODS))
-    names = _names(methods, allowed, "methods")
-    if space not in ("ours", "paper"):
-        raise typer.BadParameter(f"{space!r} is neither 'ours' nor 'paper'", param_hint="--space")
-    say = _progress(as_json)
-    out.mkdir(parents=True, exist_ok=True)
-    if accounted:
-        results = {}
-        for method in names:
-            found = accounted_search(
-                dataset, method, group_norm=group_norm, total_epsilon=epsilon, mean_runs=mean_runs, seed=seed
-            )
-            model = out / f"accounted_{dataset}_{method}.safetensors"
-            save_file({k: np.ascontiguousarray(v) for k, v in found.tensors().items()}, model)
-            results[method] = {**found.to_json(), "model": str(model)}
-            if not as_json:
-                typer.echo(
-                    f"{method}: total ε = {found.epsilon:.4g} at δ = {found.delta:.3g} for the whole search "
-                    f"({found.mean_runs:g} runs on average; one run alone {found.run_epsilon:.4g}), noisy validation "
-                    f"accuracy {found.score:.4f}; its model: {model}"
-                )
-        (out / f"accounted_{dataset}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        if as_json:
-            typer.echo(json.dumps(results))
-        return
-    if workers > 1:
-        _workers(workers, _one, [(str(store), dataset, m, group_norm, space, trials, seeds) for m in names])
-    fronts = {
-        method: run_tune(
-            Store(store), dataset, method, group_norm=group_norm, space=space, trials=trials, seeds=seeds, progress=say
-        )
-        for method in names
-    }
-    picture = plot_pareto(out / f"pareto_{dataset}_{space}.png", fronts, f"{dataset}: accuracy against ε")
-    table = out / f"pareto_{dataset}_{space}.csv"
-    with table.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("method", "epsilon", "accuracy", "pareto", "config"))
-        for method, found in fronts.items():
-            for t in found:
-                row = (method, f"{t.epsilon:.5g}", f"{t.accuracy:.5g}", t.pareto, json.dumps(t.config, sort_keys=True))
-                writer.writerow(row)
-    note = "ε is that of one run; choosing among runs is not charged (use --accounted)"
+    regression = _task(task)
+    check_budget(epsilon, delta, "--epsilon", "--delta")
+    if not 1 < mean_runs <= 1e4:
+        raise WeightclipError(f"--mean-runs must be a number above 1 (at most 10,000), got {mean_runs:g}.")
+    if not 0 < score_noise < math.inf:
+        raise WeightclipError(f"--score-noise must be a positive number, got {score_noise:g}.")
+    _check_settings("pld", epochs, seed, None)
+    known = _schema(schema, classes, target_range, ignore, categorical, target)
+    if regression and known.target_range is None:
+        raise WeightclipError("tune --task regression needs --target-range: runs are compared by errors within it.")
+    if regression and known.classes is not None:
+        raise WeightclipError("--classes belongs to classification; for a numeric target give --target-range.")
+    if not regression and known.target_range is not None:
+        raise WeightclipError("--target-range belongs to --task regression.")
+    _folder.check_place(out, overwrite, "--out ")
+    console = Console(stderr=True)
+    with console.status("searching"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            loaded = _files.load(_files.File(data, delimiter), target, known, regression)
+        except OSError as error:
+            raise WeightclipError(f"cannot set up a scratch file ({error.strerror or error}).") from error
+        if not regression and len(loaded.classes) < 2:
+            raise WeightclipError(f"column {target!r} holds {len(loaded.classes)} class: at least two are needed.")
+        n = len(loaded.table) if n_records is None else n_records
+        notes = [f"the types of columns {', '.join(loaded.inferred)} were inferred from their values"]
+        notes = notes if loaded.inferred else []
+        if delta is None and n_records is None:
+            notes.append("delta was set from the number of records, which counts as public")
+        plan = Plan(
+            epsilon, _defaults.delta(n) if delta is None else delta, PrivateScaling(),
+            {} if epochs is None else {"epochs": epochs}, "pld",
+            Streams.secure() if seed is None else Streams.seeded(seed), not_covered=tuple(notes), records=n,
+        )  # fmt: skip
+        labels = loaded.target if regression else _codes(loaded.target, len(loaded.classes))
+        span = known.target_range or (0.0, 1.0)
+        work = Task(loaded.table, labels, () if regression else loaded.classes, span, target)
+        model, report = search(work, SearchPlan(plan, mean_runs, score_noise))
+        _folder.save(out, model.tensors(), model.pipeline(), report, overwrite=overwrite)
+    for text in dict.fromkeys(str(warning.message) for warning in caught):  # once, however many runs there were
+        console.print(f"[yellow]warning:[/yellow] {escape(text)}", highlight=False)
     if as_json:
-        front = {m: [{"epsilon": t.epsilon, "accuracy": t.accuracy} for t in f if t.pareto] for m, f in fronts.items()}
-        typer.echo(json.dumps({"fronts": front, "files": [str(picture), str(table)], "note": note}))
-        return
-    for method, found in fronts.items():
-        for t in sorted((t for t in found if t.pareto), key=lambda t: t.epsilon):
-            typer.echo(f"{method:14s} ε {t.epsilon:8.3f}  validation accuracy {t.accuracy:.4f}")
-    typer.echo(f"{note}; written to {picture} and {table}")
-
-
-def _one(store: str, dataset: str, method: str, group_norm: bool, space: str, trials: int, seeds: int) -> None:
-    """Worker: one method's search; its runs land in the store."""
-    import torch
-
-    from weightclip.study._store import Store
-    from weightclip.study._tune import tune as run_tune
-
-    torch.set_num_threads(1)
-    run_tune(Store(store), dataset, method, group_norm=group_norm, space=space, trials=trials, seeds=seeds)
+        print(json.dumps(report))
+    else:
+        print(f"{out}: {report['statement']} Noisy validation score {report['search']['score']:.3f}.")

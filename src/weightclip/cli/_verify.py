@@ -74,7 +74,7 @@ def _ledger(path: Path, delta: float | None, accountant: str | None) -> dict[str
 def _model(path: Path, delta: float | None, accountant: str | None) -> dict[str, Any]:
     from weightclip._tabular import _folder
     from weightclip._tabular._card import model_card
-    from weightclip._tabular._report import mechanisms_of
+    from weightclip._tabular._report import mechanisms_of, recompute
     from weightclip.accounting import epsilon
 
     if (path / "ledger.json").is_file() and not (path / _folder.CHECKSUMS).is_file():
@@ -83,7 +83,7 @@ def _model(path: Path, delta: float | None, accountant: str | None) -> dict[str,
     try:
         mechanisms = mechanisms_of(report)
         relation, stated, claimed = report["adjacency"].lower(), report["delta"], float(report["epsilon"])
-        found = epsilon(mechanisms, stated, report["accountant"], relation)
+        found = recompute(report)
         for m, entry in zip(mechanisms, report["mechanisms"], strict=True):
             _agree(path, entry["epsilon"], epsilon([m], stated, report["accountant"], relation), stated)
         if any(line.startswith("NOT PRIVATE") for line in report["preprocessing"]):
@@ -101,7 +101,7 @@ def _model(path: Path, delta: float | None, accountant: str | None) -> dict[str,
     if not statement.startswith(said) or card.encode() != (path / _folder.CARD).read_bytes():
         raise WeightclipError(f"model {path}: its statement or its card does not say what its report says.")
     by, at = accountant or str(report["accountant"]), float(stated) if delta is None else delta
-    value = found if math.isinf(found) else epsilon(mechanisms, at, by, relation)
+    value = found if math.isinf(found) else recompute(report, at, by)
     return {
         "kind": "model", "ok": True, "epsilon": _number(value), "delta": at, "accountant": by,
         "adjacency": relation, "charges": sum(m.steps for m in mechanisms), "claimed": report["epsilon"],

@@ -1,0 +1,79 @@
+"""CPU seconds and memory of one fit against the number of rows; each size in a process of its own, one thread.
+
+python studies/benchmarks/rows.py --rows 500000,2000000 --out results/estimators/rows.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def one(rows: int, columns: int, others: bool) -> dict[str, str]:
+    """One fit; memory counts everything in the process, the table too."""
+    import numpy as np
+
+    from weightclip.estimators import LipDPClassifier
+
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(rows, columns))
+    y = (X[:, 0] + X[:, 1] * X[:, 2] > 0).astype(np.int64)
+    before = _peak()
+    wall, cpu = time.perf_counter(), time.process_time()
+    model = LipDPClassifier(epsilon=1.0, random_state=0, verbose=1, n_jobs=1, classes=[0, 1]).fit(X, y)
+    result = {
+        "model": "LipDPClassifier", "rows": str(rows), "columns": str(columns),
+        "cpu_s": f"{time.process_time() - cpu:.1f}", "wall_s": f"{time.perf_counter() - wall:.1f}",
+        "table_MB": f"{before / 1024:.0f}", "peak_MB": f"{_peak() / 1024:.0f}",
+        "accuracy": f"{model.score(X[:20000], y[:20000]):.4f}",
+    }  # fmt: skip
+    if others:
+        from sklearn.ensemble import HistGradientBoostingClassifier
+
+        cpu = time.process_time()
+        HistGradientBoostingClassifier(random_state=0).fit(X, y)
+        result["boosting_cpu_s"] = f"{time.process_time() - cpu:.1f}"
+    return result
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default="125000,500000,2000000")
+    parser.add_argument("--columns", type=int, default=20)
+    parser.add_argument("--others", action="store_true", help="HistGradientBoosting (not private) on the same table")
+    parser.add_argument("--out", type=Path, default=Path("results/estimators/rows.csv"))
+    parser.add_argument("--one", type=int, help="internal: run this size here")
+    arguments = parser.parse_args()
+    if arguments.one:
+        writer = csv.writer(sys.stdout)
+        result = one(arguments.one, arguments.columns, arguments.others)
+        writer.writerow(result.keys())
+        writer.writerow(result.values())
+        return
+    threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    results = []
+    for rows in arguments.rows.split(","):
+        command = [sys.executable, __file__, "--one", rows, "--columns", str(arguments.columns)]
+        command += ["--others"] if arguments.others else []
+        done = subprocess.run(command, env={**os.environ, **threads}, stdout=subprocess.PIPE, text=True, check=True)
+        results += list(csv.DictReader(done.stdout.splitlines()))
+        print(results[-1], file=sys.stderr)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, results[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(results)
+
+
+if __name__ == "__main__":
+    main()

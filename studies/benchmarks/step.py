@@ -1,0 +1,41 @@
+"""Step time and memory of all modes over models and batches; see ``weightclip-study bench --help`` for the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from weightclip_studies.bench import GRAPHED, MODES, StepRow, measure, models, plot, write_csv
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=["mlp", "convnet"], choices=list(models()))
+    parser.add_argument("--batches", nargs="+", type=int, default=[64, 256])
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=[*MODES, *GRAPHED])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per mode")
+    parser.add_argument("--tf32", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("results/bench/step.csv"))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows: list[StepRow] = []
+    for name in options.models:
+        for batch in options.batches:
+            device = torch.device(options.device)
+            for row in measure(name, batch, options.modes, device, seconds=options.seconds, tf32=options.tf32):
+                rows.append(row)
+                memory = "" if row.peak_gib is None else f"{row.peak_gib:.2f} GiB"
+                line = f"{row.model:9} {row.batch:6} {row.mode:13} {row.ms:9.3f} ms  x{row.ratio:5.2f}  {memory}"
+                print(f"{line}  +-{row.spread:.0%}", file=sys.stderr)
+            write_csv(rows, options.out)
+    plot(rows, options.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""`weightclip-study reproduce method`: the measurements behind the method's choices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PARTS = ("mechanisms", "norms", "caps", "defaults")
+_OUT = Path("results/method")
+
+
+def method(
+    out: Annotated[Path, typer.Option(help="Folder the results are written to.")] = _OUT,
+    only: Annotated[str, typer.Option(help="Comma-separated parts: mechanisms, norms, caps, defaults.")] = "",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A short run for a first look; written beside, not over.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary instead of text.")] = False,
+) -> None:
+    """Gaussian against K-norm noise, tightness of the norms, cost of the caps, choice of the defaults.
+
+    Example: weightclip-study reproduce method
+    """
+    from weightclip_studies import method as study
+
+    parts = [p.strip() for p in only.split(",") if p.strip()] or list(PARTS)
+    for part in parts:
+        if part not in PARTS:
+            raise typer.BadParameter(f"unknown {part!r}: choose from {', '.join(PARTS)}", param_hint="--only")
+    out = Path("runs/quick/method") if quick and out == _OUT else out
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    files: list[Path] = []
+    for part in parts:
+        say(part)
+        if part == "mechanisms":
+            files += study.mechanisms_study(out)
+        elif part == "norms":
+            files += study.norms_study(out, **({"datasets": ("dropout",), "steps": 30, "records": 64} if quick else {}))
+        elif part == "caps":
+            files += study.caps_study(out, **({"small": True, "repeats": 1, "steps": 5} if quick else {}))
+        else:
+            short = {"datasets": ("dropout",), "seeds": 1, "lrs": (0.03,), "epochs": 1, "limit": 1000}
+            files += study.defaults_study(out, say=say, **(short if quick else {}))  # type: ignore[arg-type]
+    typer.echo(json.dumps({"files": [str(f) for f in files]}) if as_json else f"written to {out}")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the `reproduce` application."""
+    app.command()(method)

@@ -1,0 +1,305 @@
+"""Feature maps, the driver on tiny sets, the commands and the figures."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import weightclip as wc
+from weightclip.accounting import Mechanism, epsilon
+from weightclip_studies.cli import _images
+from weightclip_studies.images import FeatureMap, FeatureSettings, ImageStudy, _convnets, _experiment, _search
+from weightclip_studies.images._engine import audit_results
+from weightclip_studies.images._experiment import COLUMNS, chosen_features, merge_rows
+from weightclip_studies.images._noise import NoiseTable
+from weightclip_studies.images._plots import accuracy_figure, runtime_figure
+from weightclip_studies.images._runtime import COLUMNS as RUNTIME_COLUMNS
+from weightclip_studies.images._synthetic import dead_leaves
+
+MAPS = {
+    "scattering": FeatureSettings(),
+    "white": FeatureSettings(whiten=1.0, opponent=True),
+    "patches": FeatureSettings(scattering=0.0, patches=8, whiten=0.5, flip=True),
+    "both": FeatureSettings(patches=8, root=True, pool=2),
+    "grey": FeatureSettings(scattering=0.7, patches=8, whiten=0.5, flip=True, grey=6, power=0.7, smooth=(1, 2, 1)),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_pictures():
+    """Synthetic statistics from few pictures: the tests ask for properties, not for accuracy."""
+    from weightclip_studies.images import _features
+
+    whole = _features.dead_leaves
+    _features.dead_leaves = lambda count, *args, **kwargs: whole(min(count, 24), *args, **kwargs)
+    yield
+    _features.dead_leaves = whole
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("shape", [(28, 28), (32, 32, 3)])
+def test_features_are_unit_vectors_of_their_own_image(name: str, shape: tuple[int, ...]) -> None:
+    images = torch.randint(0, 256, (4, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images[3] = 7  # a constant image must not become NaN
+    feature_map = FeatureMap(MAPS[name], shape)
+    out = feature_map(images)
+    assert torch.isfinite(out).all() and float(out.norm(dim=1).max()) <= 1 + 1e-5
+    assert float(out[:3].norm(dim=1).min()) > 0.99
+    changed = images.clone()
+    changed[0] = 255 - changed[0]
+    assert torch.allclose(feature_map(changed)[1:], out[1:], atol=1e-6)  # records are never mixed
+    if MAPS[name].flip:
+        assert torch.allclose(feature_map(images.flip(2)), out, atol=1e-5)
+    data = feature_map.encode(images, torch.zeros(4), chunk=3)
+    assert len(data) == 4 and float((data.codes.double().norm(dim=1) * data.scale).max()) <= 1
+
+
+def test_power_and_smoothing_do_what_they_say() -> None:
+    shape = (32, 32, 3)
+    images = torch.randint(0, 256, (3, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    plain = FeatureMap(replace(MAPS["grey"], power=1.0, smooth=(0, 0, 0)), shape)
+    made = FeatureMap(MAPS["grey"], shape)
+    assert torch.equal(plain.white_grey.matrix, made.white_grey.matrix)  # statistics are those of the maps before
+    sizes = (243 * 64, 16 * 16, 12 * 16)
+    assert made.settings.name == "scattering+patches+grey" and plain(images).shape == (3, sum(sizes))
+    blocks = []
+    for block, passes, power, side in zip(plain(images).double().split(sizes, 1), (1, 2, 1), (1, 0.7, 0.7), (8, 4, 4),
+                                          strict=True):  # fmt: skip
+        maps = block.sign() * block.abs() ** power
+        maps = maps.unflatten(1, (-1, side, side))
+        for _ in range(passes):
+            around = torch.nn.functional.pad(maps, (1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1)
+            maps = maps + around.sum((-1, -2)) / 9
+        maps = maps.flatten(1)
+        blocks.append(maps * (block.norm(dim=1) / maps.norm(dim=1)).unsqueeze(1))  # each block keeps its share
+    assert torch.allclose(made(images).double(), torch.cat(blocks, 1), atol=1e-5)
+
+
+def test_settings_of_features_survive_a_file() -> None:
+    again = FeatureSettings(**json.loads(json.dumps(MAPS["grey"].to_dict())))
+    assert again == MAPS["grey"] and hash(again) == hash(MAPS["grey"])
+
+
+def test_runs_on_other_features_have_other_noise(tmp_path: Path, tiny: None) -> None:
+    study = ImageStudy("mnist", tmp_path, limit=100, epsilons=(3.0,), say=lambda line: None)
+    streams = {study._stream("final", "dp-sgd", 3.0, f) for f in MAPS.values()}
+    assert len(streams) == len(MAPS)
+
+
+def test_no_hidden_units_mean_linear_heads_only(tmp_path: Path, tiny: None) -> None:
+    study = ImageStudy("mnist", tmp_path, hidden=0, limit=100, epsilons=(3.0,), say=lambda line: None)
+    assert study.cells() == [("lip-weights", 0, 3.0), ("dp-sgd", 0, 3.0), ("non-private", 0, None)]
+
+
+def test_the_map_is_public() -> None:
+    shape = (28, 28)
+    one, other = (FeatureMap(MAPS["both"], shape) for _ in range(2))
+    images = torch.randint(0, 256, (2, *shape), dtype=torch.uint8)
+    assert torch.equal(one(images), other(images))  # made from settings and synthetic pictures alone
+
+
+def test_dead_leaves_are_pictures() -> None:
+    images = dead_leaves(6, 16, 3, seed=1)
+    assert images.shape == (6, 3, 16, 16) and float(images.min()) >= 0 and float(images.max()) <= 1
+    assert float(images.flatten(1).std(1).min()) > 0.02 and not torch.equal(images[0], images[1])
+    assert torch.equal(images, dead_leaves(6, 16, 3, seed=1)) and not torch.equal(images, dead_leaves(6, 16, 3, seed=2))
+
+
+def test_the_noise_table_keeps_its_promise(tmp_path: Path) -> None:
+    table = NoiseTable(tmp_path / "noise.json")
+    sigma = table.get(2.0, 1000, 100, 50)
+    table.save()
+    again = NoiseTable(tmp_path / "noise.json")
+    assert again.values == {"2/1000/100/50": sigma} and again.check(2.0, 1000, 100, 50) <= 2.0
+    assert epsilon([Mechanism("gaussian", sigma, 0.1, 50)], 1e-5) == pytest.approx(2.0, rel=1e-3)
+    again.values["2/1000/100/50"] = sigma * 0.9
+    with pytest.raises(ValueError, match="exceeds"):
+        again.check(2.0, 1000, 100, 50)
+    assert again.get(None, 1000, 100, 50) == 0.0
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def fake_images(name: str, part: str) -> tuple[np.ndarray, np.ndarray]:
+    """Ten kinds of pictures that differ in the place of a bright bar, with noise."""
+    rng = np.random.default_rng(0 if part == "train" else 1)
+    labels = rng.integers(0, 10, 300).astype(np.uint8)
+    images = rng.integers(0, 60, (300, 28, 28)).astype(np.uint8)
+    for image, label in zip(images, labels, strict=True):
+        image[2 * label + 3 : 2 * label + 7] += 180
+    return images, labels
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_experiment, "load_images", fake_images)
+    monkeypatch.setattr(_search, "STEPS", {1.0: (6,), 2.0: (6,), 3.0: (6, 12), None: (60,)})
+    monkeypatch.setattr(_search, "BATCHES", (100,))
+    monkeypatch.setattr(_experiment, "_PROBES", {3.0: (6, 0.3, (0.05,))})
+    monkeypatch.setitem(_experiment.CANDIDATES, "mnist", (FeatureSettings(), ({"groups": 9},)))
+
+
+def test_the_driver_chooses_on_validation_and_tests_once(
+    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested = []
+    real = ImageStudy.final
+
+    def final(self: ImageStudy, train, test, *args):
+        tested.append((len(train), len(test)))
+        return real(self, train, test, *args)
+
+    monkeypatch.setattr(ImageStudy, "final", final)
+    monkeypatch.setattr(ImageStudy, "_feature_score", lambda self, s: -float(s.groups))
+    study = ImageStudy(
+        "mnist", tmp_path, trials=2, seeds=2, hidden=8, epsilons=(3.0,), limit=200, linear_methods=("lip-weights",),
+        say=lambda line: None,
+    )  # fmt: skip
+    assert not set(study.fit_rows.tolist()) & set(study.val_rows.tolist())
+    study.run()
+    rows = table(tmp_path / "accuracy.csv")
+    assert tuple(rows[0]) == COLUMNS and len(rows) == 7 and tested == [(200, 200)] * 7
+    assert {r["method"] for r in rows} == set(_search.METHODS) and {r["device"] for r in rows} == {"cpu"}
+    entries = json.loads((tmp_path / "mnist.json").read_text())
+    for entry in entries:
+        assert entry["features"]["groups"] == 9 and len(entry["accuracies"]) == 2
+        if entry["epsilon"] == "inf":
+            assert entry["sigma"] == 0 and entry["shares"] is None
+        else:
+            assert entry["spent"] <= 3.0 and max(entry["shares"].values()) <= 1 + 1e-9
+            q = min(1.0, entry["settings"]["batch"] / entry["records"])
+            spent = epsilon([Mechanism("gaussian", entry["sigma"], q, entry["settings"]["steps"])], 1e-5)
+            assert spent == pytest.approx(entry["spent"])
+    assert chosen_features(tmp_path, "mnist").groups == 9
+    best = max(float(r["median"]) for r in rows if r["method"] == "non-private")
+    assert best > 50  # the pictures are easy
+    assert accuracy_figure(tmp_path / "accuracy.csv", tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_features_are_scored_by_private_runs(tmp_path: Path, tiny: None) -> None:
+    study = ImageStudy("mnist", tmp_path, limit=100, epsilons=(3.0,), say=lambda line: None)
+    assert 0 <= study._feature_score(FeatureSettings()) <= 100
+    with pytest.raises(wc.WeightclipError, match="no results"):
+        chosen_features(tmp_path, "cifar10")
+
+
+def test_rows_replace_only_their_own_kind(tmp_path: Path) -> None:
+    row = dict.fromkeys(COLUMNS, "1") | {"dataset": "mnist", "model": "m", "method": "caps", "median": "50"}
+    merge_rows(tmp_path / "t.csv", [row, row | {"epsilon": "inf"}])
+    merge_rows(tmp_path / "t.csv", [row | {"median": "60"}, row | {"dataset": "cifar10"}])
+    rows = table(tmp_path / "t.csv")
+    assert [(r["dataset"], r["epsilon"], r["median"]) for r in rows] == [
+        ("cifar10", "1", "50"), ("mnist", "1", "60"), ("mnist", "inf", "50")
+    ]  # fmt: skip
+
+
+def reproduce() -> typer.Typer:
+    app = typer.Typer()
+    _images.register(app)
+    return app
+
+
+def test_images_command(tmp_path: Path, tiny: None) -> None:
+    options = ["images", "--out", str(tmp_path), "--datasets", "mnist", "--methods", "dp-sgd", "--linear", "dp-sgd",
+               "--trials", "1", "--seeds", "1", "--hidden", "4", "--limit", "200", "--device", "cpu"]  # fmt: skip
+    assert CliRunner().invoke(reproduce(), [*options, "--methods", "magic"]).exit_code == 2
+    (tmp_path / "mnist.json").write_text(json.dumps([{"features": FeatureSettings().to_dict(), **old_entry()}]))
+    result = CliRunner().invoke(reproduce(), [*options, "--keep-features", "--json"])
+    assert result.exit_code == 0, result.output
+    files = json.loads(result.stdout)["files"]
+    assert all(Path(f).exists() for f in files)
+    rows = table(tmp_path / "accuracy.csv")
+    assert len(rows) == 6 and {r["seeds"] for r in rows} == {"1"}
+
+
+def old_entry() -> dict[str, str]:
+    return {"dataset": "mnist", "model": "old", "method": "caps", "epsilon": "1"}
+
+
+def test_runtime_command(tmp_path: Path) -> None:
+    options = ["runtime", "--out", str(tmp_path), "--models", "convnet", "--batches", "4", "--modes",
+               "plain,weightclip", "--seconds", "0.01", "--device", "cpu"]  # fmt: skip
+    result = CliRunner().invoke(reproduce(), options)
+    assert result.exit_code == 0, result.output
+    rows = table(tmp_path / "runtime.csv")
+    assert tuple(rows[0]) == RUNTIME_COLUMNS and [r["mode"] for r in rows] == ["plain", "weightclip"]
+    assert all(float(r["seconds_per_epoch"]) > 0 for r in rows)
+    assert runtime_figure(tmp_path / "runtime.csv", tmp_path / "r.png").exists()
+    assert CliRunner().invoke(reproduce(), ["runtime", "--batches", "x"]).exit_code == 2
+
+
+def test_every_result_is_audited(tmp_path: Path) -> None:
+    settings = _search.proposals("caps", 8, 1.0, 1)[0].to_dict()
+    entry = old_entry() | {"settings": settings, "shares": {"alone": 0.9}, "stage": "final"}
+    (tmp_path / "mnist.json").write_text(json.dumps([entry, entry | {"shares": None}]))
+    rows = audit_results(tmp_path)
+    assert len(rows) == 1 and rows[0]["falsifier"] <= 1 + 1e-6 and rows[0]["one_step"] <= 1 + 1e-6
+    assert json.loads((tmp_path / "audit.json").read_text()) == rows
+
+
+def test_committed_results_are_private_and_audited() -> None:
+    folder = Path(__file__).resolve().parents[2] / "results" / "images"
+    rows = table(folder / "accuracy.csv")
+    shown = ("exact", "factors", "weights")  # of the caps, the table of methods holds the exact ones
+    audits = [r for r in json.loads((folder / "audit.json").read_text()) if r.get("bound", "exact") in shown]
+    audited = {tuple(r[k] for k in ("dataset", "model", "method", "epsilon")): r for r in audits}
+    heads = [r for r in rows if "cnn" not in r["model"]]
+    for row in rows:
+        assert tuple(row) == COLUMNS and row["device"] == "NVIDIA H200"
+        assert int(row["seeds"]) == 5
+        if math.isinf(float(row["epsilon"])) or (row not in heads and row["method"] == "dp-sgd"):  # that is Opacus
+            continue
+        found = audited[tuple(row[k] for k in ("dataset", "model", "method", "epsilon"))]
+        assert max(v for k, v in found.items() if isinstance(v, float)) <= 1 + 1e-6, found
+    entries = [
+        e for name in ("mnist", "fashion_mnist", "cifar10") for e in json.loads((folder / f"{name}.json").read_text())
+    ]
+    assert len(entries) == len(heads)
+    entries += json.loads((folder / "convolutions.json").read_text())
+    assert all(e["spent"] <= float(e["epsilon"]) for e in entries if e["spent"] is not None)
+    assert all(e["spent"] is not None for e in entries if e["epsilon"] != "inf")
+
+
+def test_convolutional_bounds_hold_and_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_convnets, "load_images", fake_images)
+    rows = _convnets.conv_study(
+        tmp_path, records=200, batch=20, steps=2, every=1, methods=("weights", "cap-exact"), say=lambda line: None
+    )
+    assert table(tmp_path / "tightness.csv") == [{k: str(v) for k, v in r.items()} for r in rows]
+    assert len({r["layer"] for r in rows}) == 4 and len(rows) == 16
+    for row in rows:
+        if row["method"] == "weights":  # nothing is scaled down, so every record's gradient must fit
+            assert float(row["largest_gradient"]) <= float(row["sensitivity"])
+
+
+def test_synthetic_radii_are_what_they_say() -> None:
+    torch.manual_seed(0)
+    model, loss = wc.models.SmallCNN.for_mnist(), wc.losses.CrossEntropy(cap=0.5)
+    radii = _convnets.synthetic_radii(model, loss)
+    assert set(radii) == {"features.0", "features.3", "classifier.0", "classifier.2"}
+    assert radii["classifier.2"][1] == pytest.approx(0.5, rel=1e-3)  # the loss's cap
+    assert all(0 < g <= 1.05 * x * d for x, d, g in radii.values())  # medians: the product bounds the gradient
+
+
+def test_the_example_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).resolve().parents[2] / "examples" / "image_classifier.py"
+    spec = importlib.util.spec_from_file_location("image_classifier", path)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "load_images", fake_images)
+    assert example.main(records=200, epochs=3, epsilon=50.0, seed=0) > 30
+    assert "200 records, epsilon" in capsys.readouterr().out
