@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := dev,table,study,vision,onnx
+EXTRAS := dev,table,onnx
 WORKERS ?= 2
 TORCH ?= newest
 # One thread per test process: small matrices gain nothing from more, and the workers do not fight over cores.
@@ -12,7 +12,7 @@ SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 .PHONY: help setup demo test test-full test-torch test-install test-kernels lint format bench study-tabular study-tabular-search audit audit-quick docs clean
 
 help:
-	@echo "make setup          build $(VENV) with weightclip and everything its tests need"
+	@echo "make setup          build $(VENV) with weightclip, its studies and everything their tests need"
 	@echo "make demo           train a private model on the bundled Adult data; prints accuracy, epsilon and the certificate"
 	@echo "make test           lint, then the whole test suite"
 	@echo "make test-full      the suite with its long tests, and the two below for minimum and newest: results/tests/full.log"
@@ -31,11 +31,11 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml requirements-dev.txt
+$(STAMP): pyproject.toml studies/pyproject.toml requirements-dev.txt
 	@echo "building $(VENV) (a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq -r requirements-dev.txt
-	$(BIN)/python -m pip install -qq -r requirements-dev.txt -e ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install -qq -r requirements-dev.txt -e ".[$(EXTRAS)]" -e studies
 	@touch $(STAMP)
 
 demo: setup
@@ -67,26 +67,26 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	$(BIN)/weightclip bench
+	$(BIN)/weightclip-study bench
 
 study-tabular: setup
-	$(SINGLE) $(BIN)/weightclip reproduce tables $(if $(QUICK),--quick)
-	$(SINGLE) $(BIN)/weightclip reproduce bias $(if $(QUICK),--quick)
-	$(SINGLE) $(BIN)/weightclip reproduce report $(if $(QUICK),--quick)
+	$(SINGLE) $(BIN)/weightclip-study reproduce tables $(if $(QUICK),--quick)
+	$(SINGLE) $(BIN)/weightclip-study reproduce bias $(if $(QUICK),--quick)
+	$(SINGLE) $(BIN)/weightclip-study reproduce report $(if $(QUICK),--quick)
 
 study-tabular-search: setup
-	$(SINGLE) $(BIN)/weightclip reproduce search $(if $(QUICK),--quick)
+	$(SINGLE) $(BIN)/weightclip-study reproduce search $(if $(QUICK),--quick)
 
 audit: setup
-	$(SINGLE) $(BIN)/weightclip audit --out results/audit
+	$(SINGLE) $(BIN)/weightclip-study audit --out results/audit
 	$(SINGLE) WEIGHTCLIP_AUDIT_TABLE=results/audit $(BIN)/python -m pytest -q tests/mutants/test_audit_mutants.py
 
 audit-quick: setup
-	$(SINGLE) $(BIN)/weightclip audit --quick
+	$(SINGLE) $(BIN)/weightclip-study audit --quick
 
 docs: setup
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	$(BIN)/python -m sphinx -b html docs docs/_build/html
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis docs/_build
+	rm -rf $(VENV) .venv-torch-* build dist src/*.egg-info studies/src/*.egg-info .pytest_cache .ruff_cache .hypothesis docs/_build

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import sys
 
-import adult
 import numpy as np
 import pandas as pd
 
+import adult
 from weightclip.accounting import Mechanism, NegativeBinomialRuns, epsilon, search_cost
 from weightclip.estimators import LipDPClassifier
 

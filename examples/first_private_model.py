@@ -12,9 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import adult
 import pandas as pd
 
+import adult
 from weightclip.cli import main as weightclip
 from weightclip.estimators import LipDPClassifier
 

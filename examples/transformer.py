@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import time
 
-import adult
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import adult
 import weightclip as wc
 
 

@@ -15,14 +15,15 @@ import weightclip as wc
 ROOT = Path(__file__).parents[1]
 TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.py"))]
 # not after a slash, a dot or a dash (paths, addresses), not a file name, not an entry of a configuration file
-_DOTTED = re.compile(r"(?<![\w./-])(?:wc|weightclip)((?:\.[A-Za-z_]\w*)+)")
-_IMPORT = re.compile(r"from (weightclip(?:\.\w+)*) import (?:\(([^)]*)\)|([^\n#;]*))")
+_DOTTED = re.compile(r"(?<![\w./-])(wc|weightclip_studies|weightclip)((?:\.[A-Za-z_]\w*)+)")
+_IMPORT = re.compile(r"from (weightclip(?:_studies)?(?:\.\w+)*) import (?:\(([^)]*)\)|([^\n#;]*))")
 _FILES = {"json", "toml", "md", "py", "csv", "onnx"}
 
 
 def names_in(text: str) -> set[str]:
     """Full names, ``weightclip.a.b``."""
-    found = {"weightclip" + rest for rest in _DOTTED.findall(text) if rest.rsplit(".", 1)[1] not in _FILES}
+    dotted = [(root.replace("wc", "weightclip"), rest) for root, rest in _DOTTED.findall(text)]
+    found = {root + rest for root, rest in dotted if rest.rsplit(".", 1)[1] not in _FILES}
     for module, several, one in _IMPORT.findall(text):
         parts = [part.split(" as ")[0].strip() for part in (several or one).split(",")]
         found |= {f"{module}.{part}" for part in parts if re.fullmatch(r"\w+", part)}
@@ -31,8 +32,9 @@ def names_in(text: str) -> set[str]:
 
 def exists(name: str) -> bool:
     """Whether a full name can be reached by attributes from the door, or is a module with such an attribute."""
-    value, path = wc, "weightclip"
-    for part in name.split(".")[1:]:
+    path, *parts = name.split(".")
+    value = importlib.import_module(path)
+    for part in parts:
         path = f"{path}.{part}"
         try:
             value = getattr(value, part)
@@ -51,11 +53,11 @@ def test_names_exist(text):
 
 
 def test_the_search_finds_names():
-    text = "`wc.Bounds()`, weightclip.nn.SafeGroupNorm. a/weightclip.toml\nfrom weightclip_studies import data, nothing"
-    found = {"Bounds", "nn.SafeGroupNorm", "study", "study.data", "study.nothing"}
+    text = "`wc.Bounds()`, weightclip.nn.SafeGroupNorm. a/weightclip.toml\nfrom weightclip.nn import Project, nothing"
+    found = {"Bounds", "nn.SafeGroupNorm", "nn", "nn.Project", "nn.nothing"}
     assert names_in(text) == {f"weightclip.{name}" for name in found}
     assert exists("weightclip.LipDPClassifier") and exists("weightclip.LipDPRegressor")
-    assert not exists("weightclip.study.nothing") and not exists("weightclip.nothing")
+    assert not exists("weightclip.nn.nothing") and not exists("weightclip.nothing")
 
 
 def test_estimators_are_at_the_door_and_come_only_when_asked_for():

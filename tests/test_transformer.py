@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,12 @@ BOUNDS = wc.Bounds(layer_radius=2.0, cotangent_radius=0.1, bias_scale=0.5)
 
 
 def encoder(**settings) -> nn.Module:
+    sys.path.insert(0, str(EXAMPLE.parent))  # where the example finds its table
     spec = importlib.util.spec_from_file_location("transformer_example", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    sys.path.remove(str(EXAMPLE.parent))
     torch.manual_seed(0)
     return module.Encoder(12, **{"width": 8, "heads": 2, "depth": 1, "classes": 3, **settings})
 

@@ -41,7 +41,7 @@ from weightclip._tabular._table import Table, frame_columns, to_values
 from weightclip.estimators import LipDPClassifier
 from weightclip_studies import data
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAPER = {"adult": 0.414, "android": 1.273, "breast_cancer": 1.672, "default_credit": 1.442, "dropout": 1.326,
          "german_credit": 3.852, "nursery": 1.432}  # fmt: skip
 FIELDS: tuple[str, ...] = (

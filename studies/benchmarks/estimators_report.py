@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COLUMNS = {
     "LipDPClassifier": "default",
     "LipDPClassifier (nothing public)": "default, nothing public",

@@ -1,4 +1,4 @@
-"""Step time and memory of all modes over models and batches; see ``weightclip-study bench --help`` for the command line."""
+"""Step time and memory of all modes over models and batches; `weightclip-study bench --help` is the command line."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import typer
 
+from weightclip.cli import main
 from weightclip.cli._app import app
 
 
@@ -25,7 +26,7 @@ COMMANDS = dict(leaves(ROOT))
 
 
 def test_all_commands_are_found():
-    names = {"train", "predict", "certify", "verify", "importances", "audit", "reproduce", "tune", "bench", "data"}
+    names = {"train", "predict", "certify", "verify", "importances", "audit", "tune"}
     assert {p[0] for p in COMMANDS} == names
 
 
@@ -37,3 +38,12 @@ def test_help_shows_an_example_that_parses(path):
     words = shlex.split(example[1].split(" > ")[0])
     assert tuple(words[1 : 1 + len(path)]) == path
     command.make_context(path[-1], words[1 + len(path) :])
+
+
+@pytest.mark.parametrize("name", ["reproduce", "bench", "data"])
+def test_commands_that_moved_say_where_to(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--quick", "anything"])
+    assert stop.value.code == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: weightclip {name} is now: weightclip-study {name}") and line.count("\n") == 1

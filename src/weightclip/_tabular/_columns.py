@@ -127,19 +127,6 @@ class Schema:
         )  # fmt: skip
 
     @classmethod
-    def of_study(cls, described: Any) -> Schema:
-        """The schema of a bundled data set (`weightclip_studies.data.describe`): its public columns."""
-        columns = []
-        for c in described.columns:
-            if c.kind == "categorical":
-                columns.append(Column(c.name, "categorical", categories=tuple(c.categories)))
-            elif c.flag:
-                columns.append(Column(c.name, "flag"))
-            else:
-                columns.append(Column(c.name, "numeric", c.low, c.high))
-        return cls(tuple(columns), tuple(described.dropped))
-
-    @classmethod
     def read(cls, path: str | Path) -> Schema:
         """Read a schema file (JSON)."""
         try:

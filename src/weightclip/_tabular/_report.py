@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from weightclip._fast_mlp import Run, Settings
 from weightclip._draws import TAIL
+from weightclip._fast_mlp import Run, Settings
 from weightclip._report import _version
 from weightclip.accounting import Mechanism, NegativeBinomialRuns, epsilon, search_cost
 
@@ -86,7 +86,7 @@ def mechanisms_of(report: dict[str, Any]) -> list[Mechanism]:
 
 def recompute(report: dict[str, Any], delta: float | None = None, accountant: str | None = None) -> float:
     """ε from the mechanisms a report lists, at its δ or another; of the whole search where there was one."""
-    mechanisms, delta = mechanisms_of(report), report["delta"] if delta is None else delta
+    mechanisms, delta = mechanisms_of(report), float(report["delta"] if delta is None else delta)
     if (search := report.get("search")) is not None:
         return searched_epsilon(mechanisms, delta, search["mean_runs"], report["target_epsilon"])
     return epsilon(mechanisms, delta, accountant or report["accountant"], report["adjacency"].lower())

@@ -10,7 +10,7 @@ from weightclip.audit._suite import Report
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
-    """report.json, audit.png, report.md, the accountants' table and one picture per flaw of an algorithm that was caught."""
+    """report.json, audit.png, report.md, the accountants' table and one picture per flaw that was caught."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "report.json", audit_figure(report, folder / "audit.png"), folder / "report.md"]
     files[0].write_text(report.to_json() + "\n")

@@ -27,6 +27,7 @@ _LONGEST = 1000  # characters of an error: options may be of any length
 # typer carries click inside or depends on it, by version: its base error is found through the public one
 _UsageErrors: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
+
 def _version(value: bool) -> None:
     if value:
         from weightclip import __version__

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from weightclip.audit import Caught, catch_printed
+from weightclip.audit import Caught
+from weightclip_studies.audit import catch_printed
 
 
 @pytest.fixture(scope="module")

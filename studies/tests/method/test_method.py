@@ -11,8 +11,8 @@ import typer
 from torch import nn
 from typer.testing import CliRunner
 
-from weightclip_studies.cli._method import register
 from weightclip.factors import CapNorm
+from weightclip_studies.cli._method import register
 from weightclip_studies.method import _caps, _defaults, _mechanisms, _networks, _norms
 from weightclip_studies.method._files import markdown
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from weightclip.errors import WeightclipError
-from weightclip_studies.tables import _search, _settings
 from weightclip_studies import data as sets
+from weightclip_studies.tables import _search, _settings
 from weightclip_studies.tables._search import Budget, Chosen, best_variant, search
 from weightclip_studies.tables._settings import load_chosen, name_of, parse_name, save_chosen
 from weightclip_studies.tables._space import METHODS, PRIVATE, Choice, Range, our_space, paper_space

@@ -1,4 +1,4 @@
-"""The printed algorithm (``weightclip_studies.printed``) caught: all at once, and each flaw of SOUNDNESS section 2 alone.
+"""The printed algorithm (`weightclip_studies.printed`) caught: all at once, each flaw of SOUNDNESS section 2 alone.
 
 Every case runs the algorithm's own step on two neighbouring batches. Given the batch, what it releases is Gaussian with
 mean and noise known from that step, so releases are drawn from this law by the hundred thousand and told apart by their
@@ -21,7 +21,7 @@ from weightclip import nn as wnn
 from weightclip.accounting import calibrate_sigma
 from weightclip.audit import Caught
 from weightclip.audit._releases import claimed_curve
-from weightclip.audit._statistics import Curve, compare
+from weightclip.audit._statistics import compare
 from weightclip.audit._subject import Records, joined, repeated
 from weightclip_studies import printed as published
 

@@ -45,12 +45,11 @@ def show(
 
     Example: weightclip-study data show adult --schema > adult.json
     """
-    from weightclip._tabular import Schema
     from weightclip_studies import data
 
     schema = data.describe(name)
     if schema_file:
-        print(json.dumps(Schema.of_study(schema).to_json(), indent=2))
+        print(json.dumps(data.table_schema(schema).to_json(), indent=2))
         return
     if as_json:
         print(json.dumps({**asdict(schema), "columns": [asdict(c) for c in schema.columns]}, default=str))

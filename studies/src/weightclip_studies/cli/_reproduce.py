@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weightclip_studies.cli import _images, _method
 from weightclip.errors import WeightclipError
+from weightclip_studies.cli import _images, _method
 
 app = typer.Typer(no_args_is_help=True, help="Reproduce the paper's tables and figures, with the sound method beside.")
 
@@ -24,6 +24,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON summary i
 DatasetsOption = Annotated[str, typer.Option(help="Comma-separated data sets; all seven by default.")]
 
 _OUT, _STORE = Path("results/tabular"), Path("runs/tabular.sqlite")
+_FOUND = Path("runs/tabular/chosen.json")
 
 
 def _folder(out: Path, quick: bool) -> Path:
@@ -155,9 +156,8 @@ def search(
     store: StoreOption = _STORE,
     datasets: DatasetsOption = "",
     methods: Annotated[str, typer.Option(help="Comma-separated methods; all by default. '+gn': group norm.")] = "",
-    settings: Annotated[Path, typer.Option(help="File the chosen settings are written to.")] = Path(
-        "src/weightclip/study/chosen.json"
-    ),
+    settings: Annotated[Path, typer.Option(help="File the chosen settings are written to.")] = _FOUND,
+    adopt: Annotated[bool, typer.Option("--adopt", help="At the end, make them the settings of the package.")] = False,
     workers: Annotated[int, typer.Option(help="Processes.", min=1)] = 2,
     quick: QuickOption = False,
     as_json: JsonOption = False,
@@ -168,6 +168,7 @@ def search(
     """
     from weightclip_studies import data
     from weightclip_studies.tables._search import QUICK, Budget
+    from weightclip_studies.tables._settings import adopt as take_over
     from weightclip_studies.tables._settings import combinations, name_of, search_all
     from weightclip_studies.tables._store import Store
 
@@ -175,7 +176,9 @@ def search(
     known = {name_of(*pair): pair for pair in combinations()}
     pairs = [known[name] for name in _names(methods, tuple(known), "methods")]
     names = _names(datasets, data.names(), "datasets")
-    if quick and settings == Path("src/weightclip/study/chosen.json"):
+    if quick and adopt:
+        raise WeightclipError("--adopt: settings of a quick search are not worth keeping.")
+    if quick and settings == _FOUND:
         settings = Path("runs/quick/chosen.json")
     budget = QUICK if quick else Budget()
     order = sorted(names, key=lambda name: -data.describe(name).rows)
@@ -190,6 +193,8 @@ def search(
         typer.echo(json.dumps({d: {n: c.accuracy for n, c in by.items()} for d, by in chosen.items()}))
     else:
         typer.echo(f"chosen settings of {len(names)} data sets and {len(pairs)} methods written to {settings}")
+    if adopt:
+        typer.echo(f"now those of the package: {take_over(settings)}", err=True)
 
 
 def _one_search(store: str, settings: str, dataset: str, method: str, group_norm: bool, quick: bool) -> None:

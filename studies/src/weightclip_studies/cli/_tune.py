@@ -1,4 +1,4 @@
-"""`weightclip tune`: accuracy against ε by Bayesian optimisation, or a search that pays for itself."""
+"""`weightclip-study tune`: accuracy against ε by Bayesian optimisation, or a search that pays for itself."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tune(
 ) -> None:
     """Search settings for a tabular set: the front of accuracy against ε (qLogNEHVI), or one accounted search.
 
-    Example: weightclip tune adult
+    Example: weightclip-study tune adult
     """
     import numpy as np
     from safetensors.numpy import save_file

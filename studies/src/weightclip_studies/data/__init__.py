@@ -29,6 +29,7 @@ from ._statistics import PaidQuery as PaidQuery
 from ._statistics import PrivateQuantiles as PrivateQuantiles
 from ._statistics import PublicRanges as PublicRanges
 from ._statistics import Statistics as Statistics
+from ._table_schema import table_schema as table_schema
 from ._tabular import Split as Split
 from ._tabular import TabularData as TabularData
 from ._tabular import load as load

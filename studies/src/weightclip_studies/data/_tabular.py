@@ -86,18 +86,20 @@ def load(name: str, folder: Path | None = None) -> TabularData:
         WeightclipError: If the name is unknown, or the file is missing or not the published one.
     """
     schema = describe(name)
-    source = (resources.files("weightclip_studies.data") / "files" if folder is None else Path(folder)) / f"{name}.csv.gz"
+    source = (
+        resources.files("weightclip_studies.data") / "files" if folder is None else Path(folder)
+    ) / f"{name}.csv.gz"
     try:
         packed = source.read_bytes()
     except OSError as error:
         raise WeightclipError(
-            f"data set {name!r}: cannot read {source}: reinstall weightclip or fix folder="
+            f"data set {name!r}: cannot read {source}: reinstall the studies or fix folder="
         ) from error
     found = hashlib.sha256(packed).hexdigest()
     if found != schema.sha256:
         raise WeightclipError(
             f"data set {name!r}: {source} has SHA-256 {found}, expected {schema.sha256}: the file was changed, "
-            "reinstall weightclip"
+            "reinstall the studies"
         )
     header, *rows = csv.reader(io.StringIO(gzip.decompress(packed).decode("utf-8")))
     raw = dict(zip(header, zip(*rows, strict=True), strict=True))

@@ -10,8 +10,8 @@ from typing import Any, Self, Unpack, cast
 import torch
 from torch import Tensor, nn
 
-from weightclip_studies.printed._algorithms import Training, cross_entropy
 from weightclip.errors import WeightclipError
+from weightclip_studies.printed._algorithms import Training, cross_entropy
 
 
 class _Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -65,7 +65,7 @@ class OpacusDPSGD:
         try:
             from opacus import PrivacyEngine
         except ImportError as error:
-            raise WeightclipError("the Opacus baseline needs Opacus: install the studies (pip install -e studies)") from error
+            raise WeightclipError("the baseline needs Opacus: pip install -e studies") from error
         if self._engine is not None:
             raise WeightclipError("this OpacusDPSGD has been fitted: make a new one for a new run")
         loss = self.training.get("loss", cross_entropy)

@@ -10,6 +10,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor, nn
 
+from weightclip.errors import WeightclipError
 from weightclip_studies.printed._algorithms import (
     PublishedRelease,
     Training,
@@ -19,7 +20,6 @@ from weightclip_studies.printed._algorithms import (
     lip_step,
     published_sensitivities,
 )
-from weightclip.errors import WeightclipError
 
 CLAIM_NOTE = (
     "claimed epsilon: what the paper's accounting prints, not a guarantee; "

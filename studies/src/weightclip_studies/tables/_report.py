@@ -98,7 +98,7 @@ def write_report(folder: Path, page: Path | None = None) -> Path:
     try:
         from jinja2 import Environment, StrictUndefined, select_autoescape
     except ImportError as error:
-        raise WeightclipError("the report needs Jinja2: install the studies (pip install -e studies)") from error
+        raise WeightclipError("the report needs Jinja2: pip install -e studies") from error
 
     main = json.loads((folder / "table1.json").read_text(encoding="utf-8"))
     rows, verdicts = main["rows"], main["verdicts"]

@@ -22,8 +22,8 @@ from weightclip._fast_mlp import Budget, Logistic, Run, Settings, Softmax
 from weightclip._streams import Streams
 from weightclip.errors import WeightclipError
 from weightclip.mechanisms import AdamAware, Allocation, Equal
-
 from weightclip_studies import data as sets
+
 from ._metrics import metrics
 from ._paper import printed
 from ._printed_runs import PrintedSettings, printed_logits, train_printed

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from weightclip.errors import WeightclipError
-
 from weightclip_studies import data as sets
+
 from ._search import GROUPED, Budget, Chosen, search
 from ._space import PRIVATE
 from ._store import Store
@@ -50,6 +50,14 @@ def load_chosen(path: Path | None = None) -> dict[str, dict[str, Chosen]]:
         dataset: {name: Chosen(**entry) for name, entry in by_name.items()}
         for dataset, by_name in raw["chosen"].items()
     }
+
+
+def adopt(path: Path) -> Path:
+    """Make the settings in a file those of the package (in a checkout); the file is read and checked first."""
+    load_chosen(path)
+    place = Path(__file__).with_name(FILE)
+    place.write_bytes(path.read_bytes())
+    return place
 
 
 def save_chosen(chosen: dict[str, dict[str, Chosen]], budget: Budget, path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from weightclip import accounting
-
 from weightclip_studies import data as sets
+
 from ._metrics import wilcoxon_p
 from ._paper import best_lip, paper_accuracy, printed
 from ._runs import compute_runs, prepare, run_key

@@ -154,7 +154,7 @@ def _propose(points: Sequence[np.ndarray], done: Sequence[Trial], count: int, se
         from botorch.sampling import SobolQMCNormalSampler
         from gpytorch.mlls import SumMarginalLogLikelihood
     except ImportError as error:
-        raise WeightclipError("the search needs BoTorch: install the studies (pip install -e studies)") from error
+        raise WeightclipError("the search needs BoTorch: pip install -e studies") from error
 
     X = torch.tensor(np.array(points), dtype=torch.float64)
     Y = torch.tensor([[t.accuracy, -math.log(max(t.epsilon, 1e-3))] for t in done], dtype=torch.float64)
