@@ -171,20 +171,22 @@ def _mechanisms(task: Task, plan: Plan) -> list[Mechanism]:
 
 
 def _run_epsilon(task: Task, how: SearchPlan, plan: Plan) -> float:
-    """The largest epsilon of one run, to a percent, at which the whole search keeps the target."""
+    """An epsilon of one run at which the whole search costs the target, or up to two percent less."""
     target, delta = how.plan.epsilon, how.plan.delta
 
     def total(epsilon: float) -> float:
         mechanisms = [*_mechanisms(task, replace(plan, epsilon=epsilon)), _count(how)]
         return searched_epsilon(mechanisms, delta, how.mean_runs, target)
 
-    low, high = target / 64, target
-    if total(low) > target:
-        raise WeightclipError(
-            f"no noise brings a search of {how.mean_runs:g} runs on average below epsilon {target:g}: raise epsilon or "
-            "the noise of the score, or search less."
-        )
-    while high / low > 1.01:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if total(middle) > target else (middle, high)
-    return low
+    low, high, epsilon = 0.0, target, target / 3  # the cost is nearly proportional to it: two or three steps will do
+    while epsilon > target / 64:
+        cost = total(epsilon)
+        if 0.98 * target <= cost <= target or (cost < target and high < 1.005 * epsilon):
+            return epsilon
+        low, high = (epsilon, high) if cost < target else (low, epsilon)
+        margin = 0.02 * (high - low)
+        epsilon = min(max(0.99 * epsilon * target / cost, low + margin), high - margin)
+    raise WeightclipError(
+        f"no noise brings a search of {how.mean_runs:g} runs on average below epsilon {target:g}: raise epsilon or the "
+        "noise of the score, or search less."
+    )
