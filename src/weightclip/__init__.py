@@ -1,53 +1,84 @@
-"""weightclip: differentially private training at the speed and memory of ordinary training."""
+"""weightclip: differentially private training at the speed and memory of ordinary training.
 
+This is the door: everything a user needs is a name here or in one of the public packages below. Names are looked up when
+they are first used, so that ``import weightclip`` costs next to nothing beside ``import torch``.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from weightclip import losses as losses
-from weightclip import models as models
-from weightclip import nn as nn
-from weightclip._adaptive import Adaptive as Adaptive
-from weightclip._knorm import KNorm as KNorm
-from weightclip.accounting import Adjacency as Adjacency
-from weightclip.bounds import Effect as Effect
-from weightclip.bounds import operator_norm_bound as operator_norm_bound
-from weightclip.bounds import register_rule as register_rule
-from weightclip.certificate import Certificate as Certificate
-from weightclip.certificate import certify as certify
-from weightclip.clipping import Bjorck as Bjorck
-from weightclip.clipping import Rescale as Rescale
-from weightclip.clipping import SpectralProjection as SpectralProjection
-from weightclip.clipping import Sphere as Sphere
-from weightclip.config import Bounds as Bounds
-from weightclip.config import Certified as Certified
-from weightclip.engine import PrivacyEngine as PrivacyEngine
-from weightclip.errors import BudgetSpent as BudgetSpent
-from weightclip.errors import CertificationError as CertificationError
-from weightclip.errors import ContractError as ContractError
-from weightclip.errors import WeightclipError as WeightclipError
-from weightclip.factors import CapNorm as CapNorm
-from weightclip.factors import Product as Product
-from weightclip.losses import PerRecordLoss as PerRecordLoss
-from weightclip.mechanisms import AdamAware as AdamAware
-from weightclip.mechanisms import Equal as Equal
-from weightclip.mechanisms import Global as Global
-from weightclip.mechanisms import LeastVariance as LeastVariance
-from weightclip.sampling import ArrayDataset as ArrayDataset
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what Python reads, and a test compares them
+    from weightclip import accounting as accounting
+    from weightclip import audit as audit
+    from weightclip import bounds as bounds
+    from weightclip import losses as losses
+    from weightclip import mechanisms as mechanisms
+    from weightclip import models as models
+    from weightclip import nn as nn
+    from weightclip import sampling as sampling
+    from weightclip._adaptive import Adaptive as Adaptive
+    from weightclip._knorm import KNorm as KNorm
+    from weightclip.accounting import Adjacency as Adjacency
+    from weightclip.bounds import Effect as Effect
+    from weightclip.bounds import operator_norm_bound as operator_norm_bound
+    from weightclip.bounds import register_rule as register_rule
+    from weightclip.certificate import Certificate as Certificate
+    from weightclip.certificate import certify as certify
+    from weightclip.clipping import Bjorck as Bjorck
+    from weightclip.clipping import Rescale as Rescale
+    from weightclip.clipping import SpectralProjection as SpectralProjection
+    from weightclip.clipping import Sphere as Sphere
+    from weightclip.config import Bounds as Bounds
+    from weightclip.config import Certified as Certified
+    from weightclip.engine import PrivacyEngine as PrivacyEngine
+    from weightclip.errors import BudgetSpent as BudgetSpent
+    from weightclip.errors import CertificationError as CertificationError
+    from weightclip.errors import ContractError as ContractError
+    from weightclip.errors import WeightclipError as WeightclipError
     from weightclip.estimators import LipDPClassifier as LipDPClassifier
     from weightclip.estimators import LipDPRegressor as LipDPRegressor
+    from weightclip.factors import CapNorm as CapNorm
+    from weightclip.factors import Product as Product
+    from weightclip.losses import PerRecordLoss as PerRecordLoss
+    from weightclip.mechanisms import AdamAware as AdamAware
+    from weightclip.mechanisms import Equal as Equal
+    from weightclip.mechanisms import Global as Global
+    from weightclip.mechanisms import LeastVariance as LeastVariance
+    from weightclip.sampling import ArrayDataset as ArrayDataset
 
 __version__ = "0.1.0"
-_LAZY = ("LipDPClassifier", "LipDPRegressor")  # they need scikit-learn, which takes long to import
+
+_HOMES = {
+    "weightclip._adaptive": ("Adaptive",),
+    "weightclip._knorm": ("KNorm",),
+    "weightclip.accounting": ("Adjacency",),
+    "weightclip.bounds": ("Effect", "operator_norm_bound", "register_rule"),
+    "weightclip.certificate": ("Certificate", "certify"),
+    "weightclip.clipping": ("Bjorck", "Rescale", "SpectralProjection", "Sphere"),
+    "weightclip.config": ("Bounds", "Certified"),
+    "weightclip.engine": ("PrivacyEngine",),
+    "weightclip.errors": ("BudgetSpent", "CertificationError", "ContractError", "WeightclipError"),
+    "weightclip.estimators": ("LipDPClassifier", "LipDPRegressor"),
+    "weightclip.factors": ("CapNorm", "Product"),
+    "weightclip.losses": ("PerRecordLoss",),
+    "weightclip.mechanisms": ("AdamAware", "Equal", "Global", "LeastVariance"),
+    "weightclip.sampling": ("ArrayDataset",),
+}
+_PACKAGES = ("accounting", "audit", "bounds", "losses", "mechanisms", "models", "nn", "sampling")
+
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [*_PACKAGES, *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'weightclip' has no attribute '{name}'")
-    from weightclip import estimators
-
-    return getattr(estimators, name)
+    if name in _PACKAGES:
+        return import_module(f"weightclip.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'weightclip' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *__all__})

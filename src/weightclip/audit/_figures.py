@@ -78,6 +78,8 @@ def audit_figure(report: Report, path: Path) -> Path:
     _lower_bounds(axes[1, 0], report)
     if report.printed:
         _printed_bars(axes[1, 1], report.printed)
+    else:
+        axes[1, 1].axis("off")
     return _save(figure, path)
 
 
