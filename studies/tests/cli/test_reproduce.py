@@ -10,8 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from weightclip.cli._tune import tune
 from weightclip_studies.cli._reproduce import app
+from weightclip_studies.cli._tune import tune
 from weightclip_studies.tables._search import QUICK, Chosen
 from weightclip_studies.tables._settings import save_chosen
 
