@@ -46,6 +46,8 @@ def environment(release: str) -> str:
         pip = [python, "-m", "pip", "--disable-pip-version-check"]
         packages = [f"torch=={release}.*", *NEEDED, "-e", ".[table,onnx]"]
         subprocess.run([*pip, "install", "-qq", "--no-compile", *packages], cwd=ROOT, check=True)
+        # the names that the docs use are looked up; what the studies need besides is not
+        subprocess.run([*pip, "install", "-qq", "--no-compile", "--no-deps", "-e", "studies"], cwd=ROOT, check=True)
         stamp.touch()
     return str(python)
 

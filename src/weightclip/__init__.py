@@ -1,7 +1,7 @@
 """weightclip: differentially private training at the speed and memory of ordinary training.
 
-This is the door: everything a user needs is a name here or in one of the public packages below. Names are looked up when
-they are first used, so that ``import weightclip`` costs next to nothing beside ``import torch``.
+This is the door: everything a user needs is a name here or in one of the public packages below. Names are looked up
+when they are first used, so that ``import weightclip`` costs next to nothing beside ``import torch``.
 """
 
 from importlib import import_module
