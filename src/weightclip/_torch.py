@@ -21,14 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
     "AnyBatchNorm", "AnyDropout", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm", "add_all_",
     "apply_directly", "copy_all_", "data_parallel_active",
     "drop_forward_hooks", "forward_hooks", "int8_product", "lerp_all_", "multiply_all_",
     "norms_of_all", "optimizer_hooks", "reshaped_copy_of", "same_memory", "split_like",
-    "storage_address", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "version_of",
+    "storage_address", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
+    "tree_unflatten", "version_of", "without_overrides",
 ]  # fmt: skip
 
 _torch = cast(Any, torch)  # type stubs leave private names out
@@ -106,6 +107,11 @@ def transforms_active() -> bool:
 def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
     """As ``function.apply(*args)`` outside of ``torch.func``, without a look at each argument for remains of it."""
     return cast(Any, super(torch.autograd.Function, function)).apply(*args)
+
+
+def without_overrides() -> Any:
+    """Inside, subclasses of Tensor are taken for plain tensors: their ``__torch_function__`` is not asked."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def data_parallel_active() -> bool:

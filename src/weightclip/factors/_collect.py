@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weightclip.errors import ContractError
+from weightclip.factors._passes import Passes
 
 _keys = itertools.count(1)
 _sinks: weakref.WeakValueDictionary[int, Sink] = weakref.WeakValueDictionary()
@@ -29,13 +30,17 @@ class Sink:
         on: Whether products are collected; audits switch it off to differentiate the limited product itself.
         anchor: What links the layer to a backward pass in place of its parameters, which autograd never sees.
         weights: The layer's parameters: nothing else may sit in their places.
+        passes: What is known of the running pass.
     """
 
     def __init__(
-        self, layer: nn.Module, anchor: Tensor, take: Callable[[Tensor, Tensor, bool, Sequence[int]], None]
-    ) -> None:
-        self.key, self.on, self.anchor, self.take = next(_keys), True, anchor, take
+        self, layer: nn.Module, anchor: Tensor, take: Callable[[Tensor, Tensor, bool, Sequence[int]], None],
+        passes: Passes | None = None,
+    ) -> None:  # fmt: skip
+        self.key, self.on, self.anchor, self.take, self.passes = next(_keys), True, anchor, take, passes
         self.weights = {id(p): p.data_ptr() for p in layer.parameters(recurse=False)}
+        self.parts: dict[Any, Any] = {}  # of a layer with several products, by what tells them apart
+        self.attach: Callable[[Any], Sink] | None = None  # gives one more part its way to the collector
         _sinks[self.key] = self
 
     def check(self, weight: Tensor) -> None:

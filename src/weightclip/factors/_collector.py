@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weightclip.errors import ContractError
 from weightclip.factors import _kinds
 from weightclip.factors._collect import Sink
-from weightclip.factors._limits import BOUND, CAP, cap_scale, no_autocast, record_scale
+from weightclip.factors._joint import Use, norm_over
+from weightclip.factors._limits import BOUND, CAP, COTANGENT, RADIUS, SMALLEST, cap_scale, no_autocast, record_scale
+from weightclip.factors._part import Part
+from weightclip.factors._passes import Passes
 from weightclip.factors._record_norms import CHEAPEST
+from weightclip.factors._rows import RECORDS, Layout, Table
 
 _TINY = 1e-30
+_NAMES = ("weight", "bias")
 
 
 @dataclass(eq=False)
@@ -32,9 +37,11 @@ class Entry:
     Attributes:
         layer: The layer.
         weight: Place of its weight in the release, None if it is not trained; likewise ``bias``.
-        uses: How many uses share the layer's limit; those beyond contribute nothing.
+        uses: How many uses share the layer's limit; those beyond contribute nothing. 0: any number (under a cap).
         joint: t_k under the joint cap, None for a limit of its own.
         measure: The norm of the certified bound, where it is not the product of l2 norms.
+        others: Places of other parameters (of other names, or of tied layers), by their id.
+        tied: Other layers that hold parameters of this one: they share its limit.
     """
 
     layer: Any
@@ -43,18 +50,31 @@ class Entry:
     uses: int = 1
     joint: float | None = None
     measure: _kinds.Measure | None = None
+    others: Mapping[int, int] = field(default_factory=dict)
+    tied: Sequence[Any] = ()
     taken: int = 0
     spent: Tensor | None = None  # what each record has used of the limit in this pass
 
+    @classmethod
+    def of(
+        cls, layer: Any, places: Mapping[int, int], uses: int = 1, joint: float | None = None,
+        measure: _kinds.Measure | None = None, tied: Sequence[Any] = (),
+    ) -> Entry:  # fmt: skip
+        """The entry of a layer whose parameters lie at ``places``, by their id."""
+        weight, bias = (places.get(id(layer._parameters.get(name))) for name in ("weight", "bias"))
+        return cls(layer, weight, bias, uses, joint, measure, places, tied)
 
-@dataclass
-class _Use:
-    """Both factors of one use under the joint cap, kept until the pass is over."""
+    def place(self, layer: Any, name: str) -> int | None:
+        """Place of a layer's parameter in the release."""
+        if layer is self.layer and name in ("weight", "bias"):
+            return self.weight if name == "weight" else self.bias
+        return self.others.get(id(layer._parameters[name]))
 
-    entry: Entry
-    x: Tensor
-    d: Tensor
-    conf: tuple[int, ...]
+    def waits(self) -> bool:
+        """Whether the limit is on all uses together, known when the pass is over."""
+        flags = self.layer._wc_flags
+        own = bool(flags & CAP) and not flags & (BOUND | RADIUS | COTANGENT)
+        return self.joint is not None or (self.uses != 1 and own and self.layer._wc_counter is None)
 
 
 class Limits:
@@ -126,7 +146,8 @@ class Collector:
         self.anchor: Tensor | None = None  # a leaf on the layers' device: every product of a pass leads to it
         self.rows: int | None = None  # of the open collection
         self.probe: Callable[[Entry, Tensor, Tensor], None] | None = None  # looks at factors, for tests on public data
-        self._joint: list[_Use] = []
+        self.passes = Passes()
+        self._waiting: list[Use] = []
         self._mask: Tensor | None = None  # which rows are records; None: all
 
     def enter(self, entry: Entry) -> Sink:
@@ -134,9 +155,23 @@ class Collector:
         self.entries.append(entry)
         if self.anchor is None:
             self.anchor = torch.zeros((), device=entry.layer._wc_token.device, requires_grad=True)
-        take = functools.partial(self.take, entry)
-        sink = entry.layer._wc_sink = Sink(entry.layer, self.anchor, take)
-        return sink
+        for layer in (entry.layer, *entry.tied):
+            layer._wc_sink = Sink(layer, self.anchor, functools.partial(self.take, entry), self.passes)
+            layer._wc_sink.attach = functools.partial(self._attach, entry)
+        return entry.layer._wc_sink
+
+    def _attach(self, entry: Entry, part: Any) -> Sink:
+        take = functools.partial(self.take, entry, part=part)
+        assert self.anchor is not None
+        return Sink(part.layer, self.anchor, take, self.passes)
+
+    def discover(self, run: Callable[[int], Any], signature: Hashable = None) -> Table:
+        """Find which rows are whose, by ``run(n)``: a forward pass over n public records (:meth:`Passes.discover`)."""
+        return self.passes.discover(run, signature)
+
+    def watch(self, model: nn.Module) -> list[Any]:
+        """Hooks that tell private layers about the running pass; to be removed by the caller."""
+        return self.passes.watch(model)
 
     @contextlib.contextmanager
     def collection(self, rows: int, mask: Tensor | None = None) -> Iterator[None]:
@@ -146,11 +181,13 @@ class Collector:
         """
         self._reset()
         self.rows, self._mask = rows, mask
+        self.passes.running = self.passes.table is not None  # activations may be computed again
         try:
             yield
             self._finish()
         finally:
             self.rows = self._mask = None
+            self.passes.running = False
             self._reset()
 
     def backward(self, output: Tensor, gradient: Tensor, parameters: Sequence[Tensor]) -> list[int]:
@@ -166,36 +203,58 @@ class Collector:
         return [i for i, g in zip(wanted, found[:-1], strict=True) if g is not None]
 
     def _reset(self) -> None:
-        self._joint = []
+        self._waiting = []
         for entry in self.entries:
             entry.taken, entry.spent = 0, None
 
     @torch.no_grad()
-    def take(self, entry: Entry, x: Tensor, d: Tensor, borrowed: bool = False, conf: Sequence[int] = ()) -> None:
-        """The factors of one use; ``borrowed`` ones must not be kept. Outside a collection they are refused."""
+    def take(
+        self, entry: Entry, x: Tensor, d: Tensor, borrowed: bool = False, conf: Sequence[int] = (), part: Any = None
+    ) -> None:
+        """The factors of one use; ``borrowed`` ones must not be kept. Outside a collection they are refused.
+
+        ``part``: whose product it is, where that is not the layer as a whole.
+        """
         if self.rows is None:
             self.drop()
             raise ContractError(
                 "backward() went through a private layer outside the private loss (a penalty on activations, another "
                 "loss): only the criterion that make_private returned may train the model. Remove that term."
             )
+        use = self._use(entry, entry.layer if part is None else part, x.detach(), d.detach(), conf)
         if self.probe is not None:
-            self.probe(entry, x, d)
+            self.probe(entry, *use.grouped()[:2])
             return
-        if x.shape[0] != self.rows or d.shape[0] != self.rows:
-            raise ContractError(
-                f"a {type(entry.layer)._wc_native.__name__} layer ran on {x.shape[0]} rows in a batch of {self.rows} "
-                "records: rows of a product must be records. Keep records on dimension 0 (positions behind it)."
-            )
         entry.taken += 1
         with no_autocast(d.device.type):
             if self._mask is not None and entry.layer._wc_counter is not None:  # padding has no say in quantiles either
-                d = torch.where(self._mask.view(-1, *(1,) * (d.dim() - 1)), d, torch.zeros_like(d))
-            if entry.joint is not None:
-                kept = (x.clone(), d.clone()) if borrowed else (x.detach(), d.detach())
-                self._joint.append(_Use(entry, *kept, tuple(conf)))
-            elif entry.taken <= entry.uses:
-                self._add(entry, x, d, self._masked(self._scale(entry, x, d, conf), d), conf)
+                use.d = torch.where(self._mask.view(-1, *(1,) * (use.d.dim() - 1)), use.d, torch.zeros_like(use.d))
+            if entry.waits():
+                if borrowed:
+                    use.x, use.d = use.x.clone(), use.d.clone()
+                self._waiting.append(use)
+            elif entry.taken <= max(1, entry.uses):
+                self._add(use, self._masked(self._scale(entry, use), d))
+
+    def _use(self, entry: Entry, part: Any, x: Tensor, d: Tensor, conf: Sequence[int]) -> Use:
+        """One use, records in front; refuses rows that belong to no record (SOUNDNESS section 7, condition b)."""
+        assert self.rows is not None
+        layout = RECORDS
+        kind, table = _kinds.kind_of(part), self.passes.table
+        if table is not None and kind is not _kinds.COPIED:
+            layout = table.find(part, x.shape, self.rows)
+            if layout is not None and layout.m == 0:  # folded by factors._apply
+                layout = Layout(0, x.shape[0] // max(1, self.rows))
+        whole = layout is not None and all(t.shape[layout.dim] == self.rows * layout.m for t in (x, d))
+        if layout is None or not whole or (layout.dim and kind in (_kinds.CONV, _kinds.CHANNELS)):
+            layer = getattr(part, "layer", part)
+            raise ContractError(
+                f"a {type(layer)._wc_native.__name__} layer ran on {x.shape[0]} rows in a batch of {self.rows} "
+                "records: rows of a product must be records. Keep records on dimension 0 (positions behind it)."
+            )
+        if layout.dim:
+            x, d = x.movedim(layout.dim, 0), d.movedim(layout.dim, 0)
+        return Use(entry, part, x, d, tuple(conf), layout.m)
 
     def _masked(self, scale: Tensor | None, d: Tensor) -> Tensor | None:
         if self._mask is None:
@@ -203,43 +262,59 @@ class Collector:
         keep = self._mask.to(d.device)
         return keep.float() if scale is None else torch.where(keep, scale, torch.zeros_like(scale))
 
-    def _scale(self, entry: Entry, x: Tensor, d: Tensor, conf: Sequence[int] = ()) -> Tensor | None:
+    def _scale(self, entry: Entry, use: Use) -> Tensor | None:
         """Scale of each record, so that all uses of the layer together keep its limit."""
-        layer = entry.layer
+        part, (x, d, conf) = use.part, use.grouped()
         if entry.uses == 1 and entry.measure is None:
-            return _kinds.scale(layer, x, d, layer._wc_counter, conf)
-        limits, flags = layer._wc_limits, layer._wc_flags
-        both = _kinds.factors(layer, x, d, conf)
-        scale = record_scale(*both, limits, flags & ~CAP, layer._wc_counter)
+            return _kinds.scale(part, x, d, part._wc_counter, conf)
+        limits, flags = part._wc_limits, part._wc_flags
+        both = _kinds.factors(part, x, d, conf)
+        scale = record_scale(*both, limits, flags & ~CAP, part._wc_counter)
         if flags & BOUND:
-            norm = _kinds.certified(layer, x, d, both, entry.measure, conf)
+            norm = _kinds.certified(part, x, d, both, entry.measure, conf)
         else:
-            norm = _kinds.norm(layer, x, d, layer._wc_kind, conf)
+            norm = _kinds.norm(part, x, d, part._wc_kind, conf)
         left = limits[2] if entry.spent is None else (limits[2] - entry.spent).clamp(min=0)
-        scale = cap_scale(scale, norm, *both, left, layer._wc_counter)
+        scale = cap_scale(scale, norm, *both, left, part._wc_counter)
         used = torch.where(scale > 0, scale * norm, 0.0)
         entry.spent = used if entry.spent is None else entry.spent + used
         return scale
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """B_i over all layers under the joint cap, then one product per use."""
-        uses, self._joint = self._joint, []
-        if not uses:
+        """Limits over several uses: B_i over all layers under the joint cap, and each layer's own."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
             return
-        norms: dict[int, Tensor] = {}
-        with no_autocast(uses[0].d.device.type):
-            for use in uses:  # several uses of one layer add up before squaring
-                key, norm = id(use.entry), _kinds.norm(use.entry.layer, use.x, use.d, self.caps, use.conf)
-                norms[key] = norms[key] + norm if key in norms else norm
-            thresholds = {id(use.entry): use.entry.joint or 1.0 for use in uses}
-            total = torch.stack([(n / thresholds[k]).square() for k, n in norms.items()]).sum(0).sqrt()
-            scale = (1.0 / total.clamp(min=_TINY)).clamp(max=1.0)
-            scale = self._masked(torch.where(torch.isfinite(total), scale, torch.zeros_like(scale)), total)
-            for use in uses:
-                self._add(use.entry, use.x, use.d, scale, use.conf)
+        entries: dict[int, list[Use]] = {}
+        for use in waiting:
+            entries.setdefault(id(use.entry), []).append(use)
+        with no_autocast(waiting[0].d.device.type):
+            joint = []
+            for uses in entries.values():
+                entry = uses[0].entry
+                way = self.caps if entry.joint is not None else entry.layer._wc_kind
+                total = norm_over(uses, way)
+                if entry.joint is not None:
+                    joint.append((total / entry.joint).square())
+                else:
+                    self._add_all(uses, total / entry.layer._wc_limits[2])
+            if joint:
+                shared = [use for use in waiting if use.entry.joint is not None]
+                self._add_all(shared, torch.stack(joint).sum(0).sqrt())
 
-    def _add(self, entry: Entry, x: Tensor, d: Tensor, scale: Tensor | None, conf: Sequence[int]) -> None:
-        for place, total in zip((entry.weight, entry.bias), _kinds.sums(entry.layer, x, d, scale, conf), strict=True):
+    def _add_all(self, uses: Sequence[Use], total: Tensor) -> None:
+        """Uses with one limit, of which each record's norm takes ``total``."""
+        scale = (1.0 / total.clamp(min=_TINY)).clamp(max=1.0)
+        good = torch.isfinite(total) & (scale >= SMALLEST)  # smaller scales round by more than is allowed for
+        scale = self._masked(torch.where(good, scale, torch.zeros_like(scale)), total)
+        for use in uses:
+            self._add(use, scale)
+
+    def _add(self, use: Use, scale: Tensor | None) -> None:
+        entry, part = use.entry, use.part
+        layer, names = (part.layer, (part.name, part.bias_name)) if isinstance(part, Part) else (part, _NAMES)
+        for name, total in zip(names, use.scaled(scale), strict=True):
+            place = None if name is None else entry.place(layer, name)
             if place is not None and total is not None:
-                self.add(place, total)
+                self.add(place, part.laid(total, name) if isinstance(part, Part) else total)

@@ -29,6 +29,7 @@ from weightclip.factors._limits import (
     cap_scale,
     masked,
     no_autocast,
+    product_rounding,
     record_scale,
     squared_norm,
     transforming,
@@ -221,9 +222,16 @@ def conv_norm(x: Tensor, d: Tensor, beta: float, shape: Shape, kind: int, produc
         out = tuple(d.shape[2:])
         counts = patch_weights(x, out, shape.kernel, shape.stride, shape.dilation, shape.padding)
         return fused_norms(x, d, beta**2 * math.prod(out), counts)
-    if kind == FREE or shape.transposed:
+    odd = shape.transposed and any(e >= s for e, s in zip(shape.extra, shape.stride, strict=True))  # places beyond x
+    if kind == FREE or odd:
         x_norm, d_norm = conv_factors(x, d, beta, shape)
         return x_norm * d_norm
+    if shape.transposed:  # input and cotangent change roles; the bias sees the cotangent itself
+        weight = conv_record_norm(d, x, shape.geometry(), 0.0, kind, product)
+        places = math.prod(d.shape[2:])
+        bias = d.double().flatten(2).sum(2).square().sum(1).sqrt()
+        bias = bias + product_rounding(places, product) * math.sqrt(places) * squared_norm(d.double()).sqrt()
+        return torch.hypot(weight.double(), beta * bias).float() * (1 + 2.0**-22)
     return conv_record_norm(x, d, shape.geometry(), beta, kind, product)
 
 
@@ -241,10 +249,10 @@ def conv_scale(
         return fused_scale(x, d, limits, flags, beta**2 * math.prod(places), counts)
     x_norm, d_norm = conv_factors(x, d, beta, shape)
     kind = flags >> KIND_SHIFT
-    if not flags & CAP or kind == FREE or shape.transposed:
+    if not flags & CAP or kind == FREE:
         return record_scale(x_norm, d_norm, limits, flags, counter)
     scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, counter)
-    norm = conv_record_norm(x, d, shape.geometry(), beta, kind, product)
+    norm = conv_norm(x, d, beta, shape, kind, product)
     return cap_scale(scale, norm, x_norm, d_norm, limits[2], counter)
 
 

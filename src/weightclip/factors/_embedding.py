@@ -9,13 +9,46 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weightclip.factors._collect import collect
-from weightclip.factors._limits import masked, own, record_scale, squared_norm
+from weightclip.factors._limits import BOUND, CAP, Counts, cap_scale, masked, own, product_rounding, record_scale, squared_norm
 
 
 def embedding_factors(ids: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """The input factor is the constant sqrt(S): all S positions may hit one row (SOUNDNESS section 3)."""
     d_norm = squared_norm(d).sqrt()
     return torch.full_like(d_norm, math.sqrt(max(1, math.prod(ids.shape[1:])))), d_norm
+
+
+def embedding_norm(ids: Tensor, d: Tensor, skip: int | None, product: torch.dtype = torch.float64) -> Tensor:
+    """Norm of each record's gradient of the table: positions that hit one row add up before squaring.
+
+    ``skip`` is the row that gets no gradient. By S x S Grams in float64, never less than what is formed (as
+    ``position_gram`` of a dense layer, of which this is the case of one-hot inputs).
+    """
+    places = math.prod(ids.shape[1:])
+    rows, ds = ids.reshape(ids.shape[0], places), d.reshape(ids.shape[0], places, d.shape[-1]).double()
+    if skip is not None:
+        ds = torch.where((rows == skip)[..., None], 0.0, ds)
+    squares = ds.square().sum((1, 2))
+    if places > 1:
+        free = places * squares
+        gram = ((ds @ ds.mT) * (rows[:, :, None] == rows[:, None, :])).sum((1, 2)).clamp(min=0)
+        exact = (gram + (ds.shape[2] + places**2 + 8) * 2.0**-53 * free).sqrt()
+        return (exact + product_rounding(places, product) * free.sqrt()).float()
+    return (squares + ds.shape[2] * torch.finfo(torch.float32).tiny).sqrt().float()
+
+
+def embedding_scale(
+    ids: Tensor, d: Tensor, limits: Tensor, flags: int, skip: int | None, product: torch.dtype,
+    counter: Counts | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Scale of each record: a cap meets the exact norm, a certified bound the product of the factors' norms."""
+    if flags == 0:
+        return None
+    both = embedding_factors(ids, d)
+    if not flags & CAP or flags & BOUND:
+        return record_scale(*both, limits, flags, counter)
+    scale = record_scale(*both, limits, flags & ~CAP, counter)
+    return cap_scale(scale, embedding_norm(ids, d, skip, product), *both, limits[2], counter)
 
 
 def embedding_sums(ids: Tensor, d: Tensor, scale: Tensor | None, rows: int, skip: int, dtype: torch.dtype) -> Tensor:
@@ -54,6 +87,6 @@ class EmbeddingFunction(torch.autograd.Function):
         if ctx.key:
             collect(ctx.key, token, indices, d)
         else:
-            scale = record_scale(*embedding_factors(indices, d), limits, flags) if flags else None
+            scale = embedding_scale(indices, d, limits, flags, padding_idx, dtype)
             gradient = embedding_sums(indices, d, scale, rows, padding_idx, dtype).to(native)
         return None, gradient, *[None] * 7

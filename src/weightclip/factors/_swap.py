@@ -1,61 +1,39 @@
-"""Native layers become private ones by a change of class: same object, same state_dict keys, same isinstance."""
+"""Native layers become private ones by a change of class: same object, same state_dict keys, same isinstance.
+
+The private class is made from the class that is there. Where that class computes what a known layer computes, its
+forward becomes the private product; where it has a forward of its own, that forward runs as it is, on parameters that
+every record has a copy of (:mod:`weightclip.factors._copies`).
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weightclip import nn as wnn
-from weightclip._torch import ConvNd
-from weightclip.errors import CertificationError
-from weightclip.factors._affine import AffineFunction
+from weightclip._torch import ConvNd, transforms_active
 from weightclip.factors._collect import Sink
-from weightclip.factors._conv import ConvFunction
-from weightclip.factors._dense import DenseFunction
-from weightclip.factors._embedding import EmbeddingFunction
-from weightclip.factors._kinds import first_of
-from weightclip.factors._limits import (
-    BOUND,
-    CAP,
-    COTANGENT,
-    KIND_SHIFT,
-    RADIUS,
-    Product,
-    eager_twin,
-    is_plain,
-    transforming,
-)
+from weightclip.factors._copies import Copied
+from weightclip.factors._kinds import COPIED
+from weightclip.factors._limits import BOUND, CAP, COTANGENT, KIND_SHIFT, RADIUS, Product, is_plain
+from weightclip.factors._part import part_of
 from weightclip.factors._record_norms import CHEAPEST
 
 _INF = float("inf")
-_EAGER: dict[Any, Any] = {f: eager_twin(f) for f in (AffineFunction, ConvFunction, DenseFunction, EmbeddingFunction)}
+_STATE = ("_wc_limits", "_wc_flags", "_wc_beta", "_wc_product", "_wc_kind", "_wc_sink", "_wc_counter", "_wc_lone")
+_HARMLESS = {"__init__", "extra_repr", "reset_parameters", "__repr__"}
+FORMS: dict[type, type] = {}  # native class -> the forward of its private form (factors._layers and others)
 
 
-def _apply(function: Any, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *conf: Any) -> Tensor:
-    """The layer's forward: its backward hands both factors to the engine, or returns the limited product (audits)."""
-    if not torch.is_grad_enabled():  # no backward to bound; torch.compile could not trace the Function here
-        return function.forward(x, weight, bias, None, 0, None, *conf)
-    sink = layer._wc_sink
-    compiling = torch.compiler.is_compiling()
-    if sink is None or not sink.on or (not compiling and transforming()):
-        way = None, 0, layer._wc_limits
-    else:
-        if not compiling:
-            sink.check(layer.weight)
-        # parameters take no part in autograd: what links this layer to the backward pass is the engine's anchor
-        weight, bias = weight.detach(), bias if bias is None else bias.detach()
-        way = layer._wc_token, sink.key, sink.anchor
-    chosen = function if compiling or transforming() else _EAGER[function]
-    return chosen.apply(x, weight, bias, *way, *conf)
-
-
-class _Private:
+class Private:
     """State of a private layer; its limits are the engine's, not a buffer of the model."""
 
     _wc_native: type[nn.Module]
+    _wc_whole: bool  # whether it runs its own forward on copied parameters
+    _wc_form: Any = None  # kind of its products
     _wc_limits: Tensor
     _wc_flags: int
     _wc_beta: float
@@ -64,6 +42,7 @@ class _Private:
     _wc_token: Tensor
     _wc_sink: Sink | None = None
     _wc_counter: Any = None
+    _wc_lone: bool = False
 
     def _get_name(self) -> str:
         return self._wc_native.__name__
@@ -71,203 +50,68 @@ class _Private:
     def _conf(self) -> tuple[Any, ...]:
         return self._wc_flags, self._wc_beta, self._wc_product.dtype, self._wc_product.chunk
 
-
-class PrivateLinear(_Private, nn.Linear):
-    """nn.Linear with bounded factors in its weight gradient."""
-
-    _wc_native = nn.Linear
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Native forward."""
-        if is_plain():
-            return nn.Linear.forward(self, input)
-        return _apply(DenseFunction, self, input, self.weight, self.bias, *self._conf())
-
-
-class _PrivateConv(_Private):
-    """Shared by the convolutions."""
-
-    def _kernel(self) -> Tensor:
-        conv: Any = self
-        return conv.weight
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Native forward; padding that convolution kernels do not know is done first, outside the product."""
-        if is_plain():
-            return self._wc_native.forward(self, input)  # type: ignore[arg-type]
-        conv: Any = self
-        padding = conv.padding
-        if conv.padding_mode != "zeros":
-            input = F.pad(input, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
-            padding = (0,) * len(conv.kernel_size)
-        elif isinstance(padding, str):
-            if padding == "same":
-                input = F.pad(input, conv._reversed_padding_repeated_twice)
-            padding = (0,) * len(conv.kernel_size)
-        zeros = (0,) * len(conv.kernel_size)
-        return _apply(
-            ConvFunction, self, input, self._kernel(), conv.bias, *self._conf(), conv.stride, padding, conv.dilation,
-            conv.groups, False, zeros,
-        )  # fmt: skip
-
-
-class PrivateConv1d(_PrivateConv, nn.Conv1d):
-    """nn.Conv1d with bounded factors."""
-
-    _wc_native = nn.Conv1d
-
-
-class PrivateConv2d(_PrivateConv, nn.Conv2d):
-    """nn.Conv2d with bounded factors."""
-
-    _wc_native = nn.Conv2d
-
-
-class PrivateConv3d(_PrivateConv, nn.Conv3d):
-    """nn.Conv3d with bounded factors."""
-
-    _wc_native = nn.Conv3d
-
-
-class _InPlaceOf(torch.autograd.Function):
-    """The effective kernel, whose gradient lands unchanged in the slot of the parameter it is made from."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(weight, effective):
-        """The effective kernel."""
-        return effective.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        """Nothing to keep; where the product goes to the engine there is no gradient to pass on."""
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, d):
-        """dL/dW-hat in W's slot: the release adds the noise there and pulls it back afterwards."""
-        return d, None
-
-
-class PrivateStandardizedConv2d(_PrivateConv, wnn.StandardizedConv2d):
-    """StandardizedConv2d with bounded factors; the gradient of ``weight`` is that of the effective kernel."""
-
-    _wc_native = wnn.StandardizedConv2d
-
-    def _kernel(self) -> Tensor:
-        return _InPlaceOf.apply(self.weight, self.effective_weight().detach())  # type: ignore[return-value]
-
-
-class _PrivateConvTranspose(_Private):
-    """Shared by the three transposed convolutions."""
-
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Native forward."""
-        if is_plain():
-            return self._wc_native.forward(self, input, output_size)  # type: ignore[arg-type]
-        conv: Any = self
-        axes = len(conv.kernel_size)
-        extra = conv._output_padding(
-            input, output_size, conv.stride, conv.padding, conv.kernel_size, axes, conv.dilation
-        )
-        return _apply(
-            ConvFunction, self, input, conv.weight, conv.bias, *self._conf(), conv.stride, conv.padding, conv.dilation,
-            conv.groups, True, tuple(extra),
-        )  # fmt: skip
-
-
-class PrivateConvTranspose1d(_PrivateConvTranspose, nn.ConvTranspose1d):
-    """nn.ConvTranspose1d with bounded factors."""
-
-    _wc_native = nn.ConvTranspose1d
-
-
-class PrivateConvTranspose2d(_PrivateConvTranspose, nn.ConvTranspose2d):
-    """nn.ConvTranspose2d with bounded factors."""
-
-    _wc_native = nn.ConvTranspose2d
-
-
-class PrivateConvTranspose3d(_PrivateConvTranspose, nn.ConvTranspose3d):
-    """nn.ConvTranspose3d with bounded factors."""
-
-    _wc_native = nn.ConvTranspose3d
-
-
-class PrivateEmbedding(_Private, nn.Embedding):
-    """nn.Embedding with bounded factors."""
-
-    _wc_native = nn.Embedding
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Native forward."""
-        if is_plain():
-            return nn.Embedding.forward(self, input)
-        flags, product = self._wc_flags, self._wc_product.dtype
-        return _apply(EmbeddingFunction, self, input, self.weight, None, flags, self.padding_idx, product)
-
-
-class _PrivateNorm(_Private):
-    """Shared by normalisation layers: the normalisation itself is native, its affine part is private."""
-
-    def _normalised(self, x: Tensor) -> Tensor:
-        layer: Any = self
-        return layer.normalise(x)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Native forward."""
-        layer: Any = self
-        if is_plain() or layer.weight is None:
-            return self._wc_native.forward(self, input)  # type: ignore[arg-type]
-        x, first = self._normalised(input), first_of(layer, input)
-        return _apply(AffineFunction, self, x, layer.weight, layer.bias, self._wc_flags, self._wc_beta, first)
-
-
-class PrivateSafeGroupNorm(_PrivateNorm, wnn.SafeGroupNorm):
-    """SafeGroupNorm with bounded factors."""
-
-    _wc_native = wnn.SafeGroupNorm
-
-
-class PrivateSafeInstanceNorm(_PrivateNorm, wnn.SafeInstanceNorm):
-    """SafeInstanceNorm with bounded factors."""
-
-    _wc_native = wnn.SafeInstanceNorm
-
-
-class PrivateSafeLayerNorm(_PrivateNorm, wnn.SafeLayerNorm):
-    """SafeLayerNorm with bounded factors."""
-
-    _wc_native = wnn.SafeLayerNorm
-
-
-class PrivateGroupNorm(_PrivateNorm, nn.GroupNorm):
-    """nn.GroupNorm with bounded factors."""
-
-    _wc_native = nn.GroupNorm
-
-    def _normalised(self, x: Tensor) -> Tensor:
-        return F.group_norm(x, self.num_groups, None, None, self.eps)
-
-
-class PrivateLayerNorm(_PrivateNorm, nn.LayerNorm):
-    """nn.LayerNorm with bounded factors."""
-
-    _wc_native = nn.LayerNorm
-
-    def _normalised(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.normalized_shape, None, None, self.eps)
-
-
-_SWAPS: dict[type, type] = {
-    c._wc_native: c
-    for c in (
-        PrivateLinear, PrivateConv1d, PrivateConv2d, PrivateConv3d, PrivateConvTranspose1d, PrivateConvTranspose2d,
-        PrivateConvTranspose3d, PrivateEmbedding, PrivateSafeGroupNorm, PrivateSafeInstanceNorm, PrivateSafeLayerNorm,
-        PrivateGroupNorm, PrivateLayerNorm, PrivateStandardizedConv2d,
-    )
-}  # fmt: skip
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # the class is made at run time: a copy or a file names what it is made from
+        kind = type(self)
+        return _revive, (kind._wc_native, _names(self) if kind._wc_whole else None), self.__dict__
+
+
+class _OwnForward(Private):
+    """A layer that runs its own forward; its trainable parameters stand for one copy for each record."""
+
+
+def _parameter(name: str) -> property:
+    """The parameter ``name``, or in the forward of a private model what stands for it."""
+
+    def get(self: Any) -> Any:
+        parameter = self._parameters.get(name)
+        sink = self.__dict__.get("_wc_sink")
+        passes = None if sink is None else sink.passes
+        active = passes is not None and passes.running and sink.on and not is_plain() and not transforms_active()
+        if not active or parameter is None or not parameter.requires_grad:
+            return parameter
+        if passes.noting is None and not torch.is_grad_enabled():
+            return parameter
+        sink.check(parameter)
+        part = part_of(self, COPIED, name)
+        place = passes.place("parameter", part)
+        passes.names.setdefault(place, f"parameter '{name}' of a {self._wc_native.__name__}")
+        return Copied.of(parameter, passes, place, None, part)
+
+    def put(self: Any, value: Any) -> None:
+        nn.Module.__setattr__(self, name, value)
+
+    return property(get, put)
+
+
+@functools.cache
+def _private_class(native: type[nn.Module], names: tuple[str, ...] | None) -> type:
+    """The private form of a class; ``names``: the parameters that its own forward uses as copies."""
+    if names is not None:
+        body = {"_wc_native": native, "_wc_whole": True, **{name: _parameter(name) for name in names}}
+        return type(native.__name__, (_OwnForward, native), body)
+    known = known_form(native)
+    assert known is not None
+    return type(native.__name__, (FORMS[known], native), {"_wc_native": native, "_wc_whole": False})
+
+
+def known_form(native: type) -> type | None:
+    """The known layer that a class computes like: itself or a base, of which it replaces no method."""
+    for kind in native.__mro__:
+        if kind in FORMS:
+            methods = [n for c in kind.__mro__[:-2] if c is not nn.Module for n, f in vars(c).items() if callable(f)]
+            same = all(getattr(native, n) is getattr(kind, n) for n in {"forward", *methods} - _HARMLESS)
+            return kind if same else None
+    return None
+
+
+def _names(module: Any) -> tuple[str, ...]:
+    return tuple(name for name in module._parameters)
+
+
+def _revive(native: type[nn.Module], names: tuple[str, ...] | None) -> nn.Module:
+    kind = _private_class(native, names)
+    return kind.__new__(kind)
 
 
 def make_layer_private(
@@ -280,24 +124,22 @@ def make_layer_private(
     product: Product | None = None,
     caps: int = CHEAPEST,
     bound: bool = False,
+    shared: bool = False,
 ) -> None:
     """Turn one native layer into its private form, in place, with the given limits (None: not enforced).
 
     ``bound``: the cap stands for a certified bound, which the engine moves with the weights; it meets the product of
-    the factors' norms, and ``cap`` is only where it starts.
+    the factors' norms, and ``cap`` is only where it starts. ``shared``: another layer holds a parameter of this one.
 
     Formal guarantees:
         The layer's weight gradient, for each record, is the native one times a number in [0, 1] such that the input
         factor, the cotangent and their product respect the limits that are given. Its output and the gradient it passes
-        to earlier layers are the native ones.
+        to earlier layers are the native ones. (A layer with a forward of its own is limited by its engine's collector
+        alone.)
     """
-    kind = getattr(type(module), "_wc_native", type(module))
-    if kind not in _SWAPS:
-        raise CertificationError(
-            f"{kind.__name__} has no in-product form: cotangent_radius, layer_radius and caps need one. "
-            "Fix: use the torch layer itself rather than a subclass."
-        )
-    module.__class__ = _SWAPS[kind]
+    native = getattr(type(module), "_wc_native", type(module))
+    whole = shared or "forward" in module.__dict__ or known_form(native) is None
+    module.__class__ = _private_class(native, _names(module) if whole else None)
     layer: Any = module
     device = next((q.device for q in module.parameters(recurse=False)), torch.device("cpu"))
     values = [_INF if v is None else float(v) for v in (radius, cotangent, cap)]
@@ -315,9 +157,9 @@ def make_layer_private(
 
 def make_layer_plain(module: nn.Module) -> None:
     """Undo :func:`make_layer_private`."""
-    if isinstance(module, _Private):
+    if isinstance(module, Private):
         native = module._wc_native
-        for name in ("_wc_limits", "_wc_flags", "_wc_beta", "_wc_product", "_wc_kind", "_wc_sink", "_wc_counter"):
+        for name in _STATE:
             module.__dict__.pop(name, None)
         del module._wc_token
         module.__class__ = native  # type: ignore[assignment]
@@ -325,4 +167,24 @@ def make_layer_plain(module: nn.Module) -> None:
 
 def is_private(module: nn.Module) -> bool:
     """Whether the layer has its private form."""
-    return isinstance(module, _Private)
+    return isinstance(module, Private)
+
+
+def families(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """Modules that hold trainable parameters, by the path of the first; those that share one are one family."""
+    found: dict[str, list[nn.Module]] = {}
+    for path, module in model.named_modules():
+        mine = {id(p) for p in module.parameters(recurse=False) if p.requires_grad}
+        if not mine:
+            continue
+        kin = [k for k, f in found.items() if mine & {id(p) for m in f for p in m.parameters(recurse=False)}]
+        if not kin:
+            found[path] = [module]
+            continue
+        found[kin[0]] += [m for k in kin[1:] for m in found.pop(k)] + [module]
+    return found
+
+
+def private_layers(model: nn.Module) -> Iterator[Any]:
+    """The private layers of a model."""
+    return (module for module in model.modules() if is_private(module))

@@ -1,0 +1,126 @@
+"""What private layers and copied parameters know of the pass that is running: how many records, and who has which rows.
+
+Found out once, on public records, before anything is trained (:meth:`Passes.discover`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightclip._torch import tree_leaves
+from weightclip.errors import ContractError
+from weightclip.factors._rows import NONE, RECORDS, SIZES, Layout, Table
+
+
+class Passes:
+    """The running pass of one model.
+
+    Attributes:
+        records: Of the pass that ran last (rows of the model's input).
+        running: Whether parameters that need it stand for copies: inside the model's forward, or a backward pass that
+            computes activations again.
+        noting: The shapes a run on public records has met so far, by place; None while training.
+        deep: Whether that run follows copied parameters through operators as well.
+    """
+
+    def __init__(self) -> None:
+        self.records, self.running = 0, False
+        self.noting: dict[Hashable, list[tuple[int, ...]]] | None = None
+        self.deep = False
+        self.signature: Hashable = None
+        self.tables: dict[Hashable, Table] = {}
+        self.names: dict[Hashable, str] = {}  # of places, for errors
+        self._numbers: dict[Hashable, int] = {}
+
+    @property
+    def table(self) -> Table | None:
+        """What was found for passes like the present one."""
+        return self.tables.get(self.signature)
+
+    def place(self, *key: Hashable) -> int:
+        """A short name for a place that is named by other places."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def note(self, place: Hashable, shape: Any, name: str) -> None:
+        """While discovering: a tensor of this shape was met at this place."""
+        assert self.noting is not None
+        self.noting.setdefault(place, []).append(tuple(shape))
+        self.names.setdefault(place, name)
+
+    def layout(self, place: Hashable, shape: Any) -> Layout:
+        """Where the records of a tensor at this place lie; refuses what was not found on public records."""
+        table = self.table
+        found = RECORDS if table is None else table.find(place, shape, self.records)
+        if found is None:
+            raise ContractError(
+                f"{self.names.get(place, 'a layer')} got a tensor of shape {tuple(shape)} in a batch of {self.records} "
+                "records, unlike anything the test on public records has seen: rows of a product must be records. Keep "
+                "records on dimension 0, and give make_private an example= of this shape."
+            )
+        return found
+
+    def is_copy(self, place: Hashable, dims: int) -> bool:
+        """Whether tensors at this place hold no records, so that every record gets its own copy of them."""
+        return self.table is not None and NONE in self.table.layouts.get((place, dims), ())
+
+    @torch.no_grad()
+    def discover(self, run: Callable[[int], Any], signature: Hashable = None) -> Table:
+        """Find the layouts of passes of one public signature by ``run(n)``, a forward pass over n public records.
+
+        Formal guarantees:
+            ``run`` must use public records only. What is found is compared with every later pass of that signature;
+            whether it is true (no record in another's rows) is what the test of independence shows.
+        """
+        before, table = self.signature, Table()
+        self.signature, self.tables[signature] = signature, table
+        try:
+            # layers first. Then operators on copies, as far as these go: how far shows once their results are known
+            while self._learn(run, table) or not self.deep:
+                self.deep = True
+        except BaseException:
+            del self.tables[signature]
+            raise
+        finally:
+            self.noting, self.running, self.deep, self.signature = None, False, False, before
+        for (place, _), layouts in table.layouts.items():
+            if NONE in layouts and hasattr(place, "_wc_lone"):
+                place._wc_lone = True  # type: ignore[attr-defined]
+        return table
+
+    def _learn(self, run: Callable[[int], Any], table: Table) -> bool:
+        """Two runs; whether they came to places that no run had seen."""
+        found = []
+        for records in SIZES:
+            self.noting, self.records, self.running = {}, records, True
+            run(records)
+            found.append({place: shapes for place, shapes in self.noting.items() if place not in table.uses})
+        table.learn(*found, self.names)
+        return any(found)
+
+    def watch(self, model: nn.Module) -> list[Any]:
+        """Hooks on the model that say when a pass runs and over how many records; the caller removes them."""
+        return [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.table is None and self.noting is None:
+            return
+        sizes = [t.shape[0] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
+        self.records, self.running = sizes[0] if sizes else 0, True
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.running = False
+
+    _before._weightclip = _after._weightclip = True  # type: ignore[attr-defined] # hooks of ours, left out of copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
+        return Passes()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Passes, ()
