@@ -1,4 +1,4 @@
-"""Released sums against an oracle: per-record gradients of the plain model, one record at a time, clipped and summed."""
+"""Released sums against an oracle: per-record gradients of the plain model, one at a time, clipped and summed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weightclip._torch import tree_map_only
-from weightclip.factors import Collector, Entry, families, make_layer_private
+from weightclip.factors import Collector, Entry, Product, families, make_layer_private
 
 Loss = Callable[[Any], Tensor]  # output of the model -> one number for each record
 
@@ -53,15 +53,17 @@ class Run:
     """A private copy of a model under one joint cap (or one cap for each layer), without noise."""
 
     def __init__(
-        self, model: nn.Module, batch: Any, cap: float, each: bool = False, uses: int = 0, public: Any = None
-    ) -> None:
+        self, model: nn.Module, batch: Any, cap: float, each: bool = False, uses: int = 0, public: Any = None,
+        shared: bool = False,
+    ) -> None:  # fmt: skip
         self.model, self.found = copy.deepcopy(model), {}
         self.parameters = list(trainable(self.model).values())
         self.collector = Collector(self._add)
         places = {id(p): i for i, p in enumerate(self.parameters)}
         for layers in families(self.model).values():
             for layer in layers:
-                make_layer_private(layer, cap=cap if each else None, shared=len(layers) > 1)
+                product = Product(torch.float64)  # as the engine chooses under caps
+                make_layer_private(layer, cap=cap if each else None, product=product, shared=shared or len(layers) > 1)
             joint = None if each else cap
             self.collector.enter(Entry.of(layers[0], places, uses, joint, tied=layers[1:]))
         self.collector.watch(self.model)
@@ -83,7 +85,7 @@ class Run:
                           for i, p in enumerate(self.parameters)])  # fmt: skip
 
 
-def check(model: nn.Module, batch: Any, loss: Loss | None = None, close: float = 1e-5) -> Run:
+def check(model: nn.Module, batch: Any, loss: Loss | None = None, close: float = 1e-5, shared: bool = False) -> Run:
     """A joint cap at the median norm: forward equal to the plain model's, released sum equal to the oracle's."""
     loss = loss or wavy
     exact = record_gradients(model, batch, loss)
@@ -92,13 +94,43 @@ def check(model: nn.Module, batch: Any, loss: Loss | None = None, close: float =
     assert cap > 0
     scales = (cap / norms).clamp(max=1.0)
     assert int((scales < 1 - 1e-6).sum()) >= len(norms) // 2 - 1
-    run = Run(model, batch, cap)
+    run = Run(model, batch, cap, shared=shared)
     with torch.no_grad():
         torch.testing.assert_close(loss(call(run.model, batch)), loss(call(model, batch)), rtol=1e-4, atol=1e-5)
     want = (exact * scales[:, None]).sum(0)
     got = run.sums(batch, loss)
     assert float((got - want).norm()) <= close * float(want.norm()), float((got - want).norm() / want.norm())
     return run
+
+
+def check_each(model: nn.Module, batch: Any, loss: Loss | None = None, close: float = 1e-5) -> None:
+    """One cap for each layer (family of tied ones), at a small part of the median norm of the whole gradient."""
+    loss = loss or wavy
+    exact = record_gradients(model, batch, loss)
+    cap = float(exact.norm(dim=1).median()) / 3
+    owner = {id(p): path for path, layers in families(model).items() for m in layers
+             for p in m.parameters(recurse=False)}  # fmt: skip
+    parts = exact.split([p.numel() for p in trainable(model).values()], 1)
+    paths = [owner[id(p)] for p in trainable(model).values()]
+    want = []
+    for path, own in zip(paths, parts, strict=True):
+        whole = torch.cat([o for p, o in zip(paths, parts, strict=True) if p == path], 1).norm(dim=1)
+        want.append((own * (cap / whole.clamp(min=1e-30)).clamp(max=1)[:, None]).sum(0))
+    got, flat = Run(model, batch, cap, each=True).sums(batch, loss), torch.cat(want)
+    assert float((got - flat).norm()) <= close * float(flat.norm()), float((got - flat).norm() / flat.norm())
+
+
+def hostile(batch: Any) -> Any:
+    """The batch with a huge, a tiny, a constant and a non-finite record, and one twice."""
+
+    def change(t: Tensor) -> Tensor:
+        t = t.clone()
+        t[1] = t[0]
+        if t.is_floating_point():
+            t[2], t[3], t[4], t[5] = t[2] * 1e4, t[3] * 1e-8, 1.0, float("nan")
+        return t
+
+    return tree_map_only(Tensor, change, batch)
 
 
 def moves(run: Run, batch: Any, loss: Loss | None = None) -> float:

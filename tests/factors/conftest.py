@@ -55,6 +55,10 @@ CASES = {
     "safe layer norm": Case(lambda: wnn.SafeLayerNorm(4, affine=True), (3, 4)),
     "group norm": Case(lambda: nn.GroupNorm(2, 4), (4, 3)),
     "layer norm": Case(lambda: nn.LayerNorm(4), (3, 4)),
+    "rms norm": Case(lambda: nn.RMSNorm(4), (3, 4)),
+    "instance norm": Case(lambda: nn.InstanceNorm2d(3, affine=True), (3, 2, 4)),
+    "bag": Case(lambda: nn.EmbeddingBag(5, 3, mode="mean", padding_idx=0), (4,), True),
+    "largest of a bag": Case(lambda: nn.EmbeddingBag(5, 3, mode="max"), (4,), True),
 }
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from weightclip import nn as wnn
-from weightclip.errors import CertificationError
 from weightclip.factors import Product, is_private, make_layer_plain, make_layer_private, plain_forward
 
 
@@ -143,12 +142,35 @@ def test_double_backward(case, made_private):
     assert change == pytest.approx(2 * float((slope * step).sum()), rel=2e-2, abs=1e-6)
 
 
-def test_subclasses_have_no_private_form():
-    class Mine(nn.Linear):
-        pass
+class Mine(nn.Linear):
+    """A subclass that computes what its base does."""
 
-    with pytest.raises(CertificationError, match="Mine has no in-product form.*subclass"):
-        make_layer_private(Mine(2, 2), cap=1.0)
+    extra = 1.0
+
+
+class Doubled(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("kind", [Mine, Doubled])
+def test_subclasses_stay_what_they_are(kind):
+    torch.manual_seed(0)
+    layer, x = kind(3, 2), torch.randn(4, 3)
+    twin = copy.deepcopy(layer)
+    make_layer_private(twin, cap=1e-3)
+    assert isinstance(twin, kind) and repr(twin) == repr(layer) and list(twin.state_dict()) == list(layer.state_dict())
+    torch.testing.assert_close(twin(x), layer(x))
+    file = io.BytesIO()
+    torch.save(twin, file)
+    file.seek(0)
+    for other in (copy.deepcopy(twin), torch.load(file, weights_only=False)):
+        assert type(other) is type(twin) and is_private(other)
+        torch.testing.assert_close(other(x), layer(x))
+    make_layer_plain(twin)
+    assert type(twin) is kind and not any(name.startswith("_wc") for name in twin.__dict__)
 
 
 def test_other_norms_are_private_too(made_private):

@@ -16,7 +16,7 @@ from weightclip import _install as install
 from weightclip._gate import ShapeGuard, _Wall
 from weightclip._loop import TrainingLoop
 from weightclip._watch import BufferGuard
-from weightclip.factors import Collector, Limits, _collect, _collector, _kinds, _limits, _swap
+from weightclip.factors import Collector, Limits, _apply, _collect, _collector, _layers, _limits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*attribute", "ignore:.*should not be instantiated")
 Patch = pytest.MonkeyPatch
@@ -107,7 +107,7 @@ del MUTANTS["no limit at the product: hook on a parameter"]  # which no product 
 @mutant(limited("hook on a parameter"))
 def products_pass_through_the_parameters(patch: Patch) -> None:
     def apply(function, layer, x, weight, bias, *conf):
-        return _swap._EAGER[function].apply(x, weight, bias, None, 0, layer._wc_limits.clone(), *conf)
+        return _apply.EAGER[function].apply(x, weight, bias, None, 0, layer._wc_limits.clone(), *conf)
 
     def backward(self, output, gradient, parameters):
         found = torch.autograd.grad(output, parameters, gradient, allow_unused=True)
@@ -116,7 +116,7 @@ def products_pass_through_the_parameters(patch: Patch) -> None:
                 self.add(i, g)
         return []
 
-    patch.setattr(_swap, "_apply", apply)
+    patch.setattr(_layers, "_apply", apply)
     patch.setattr(Collector, "backward", backward)
 
 
@@ -139,15 +139,8 @@ def every_use_has_a_limit_of_its_own(patch: Patch) -> None:
 
 @mutant(limited("more uses than certified", "joint cap by name"))
 def uses_under_the_joint_cap_forgotten_in_its_norm(patch: Patch) -> None:
-    norm = _kinds.norm
-    seen: set[int] = set()
-
-    def once(layer, x, d, kind, conf):
-        found = norm(layer, x, d, kind, conf)
-        again, _ = layer in seen, seen.add(layer)
-        return found * 0 if again else found
-
-    patch.setattr(_kinds, "norm", once)
+    norm = _collector.norm_over
+    patch.setattr(_collector, "norm_over", lambda uses, way: norm(uses[:1], way))
 
 
 @mutant(refused("positions folded into the batch"))
@@ -197,7 +190,7 @@ def trains_while_another_thread_traces() -> bool:
 
 @mutant(trains_while_another_thread_traces)
 def tracing_is_seen_by_every_thread(patch: Patch) -> None:
-    patch.setattr(_swap, "is_plain", lambda: _limits._MODE.plain_in is not None)
+    patch.setattr(_layers, "is_plain", lambda: _limits._MODE.plain_in is not None)
 
 
 for _make in (Branch, Mean, Memory):

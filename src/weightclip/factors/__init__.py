@@ -1,7 +1,9 @@
 """Bounded factors inside the weight-gradient product: no per-sample gradient, any architecture in between."""
 
-from weightclip.factors import _layers as _layers  # registers the private forms
-from weightclip.factors import _routes as _routes  # and the products of operators
+from weightclip.factors import _attention as _attention  # these register private forms
+from weightclip.factors import _layers as _layers
+from weightclip.factors import _recurrent as _recurrent
+from weightclip.factors import _routes as _routes  # and this the products of operators
 from weightclip.factors._collector import Collector as Collector
 from weightclip.factors._collector import Entry as Entry
 from weightclip.factors._collector import Limits as Limits

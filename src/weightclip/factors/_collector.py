@@ -315,6 +315,8 @@ class Collector:
         entry, part = use.entry, use.part
         layer, names = (part.layer, (part.name, part.bias_name)) if isinstance(part, Part) else (part, _NAMES)
         for name, total in zip(names, use.scaled(scale), strict=True):
-            place = None if name is None else entry.place(layer, name)
-            if place is not None and total is not None:
+            if name is None or total is None:
+                continue
+            place = entry.place(layer, name)
+            if place is not None:
                 self.add(place, part.laid(total, name) if isinstance(part, Part) else total)

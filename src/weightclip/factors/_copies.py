@@ -81,9 +81,7 @@ class Copied(Tensor):
                 )
             sink = part._wc_sink
             whole = part.weight.detach()
-            self._wc_inner = CopyFunction.apply(
-                whole, part._wc_token, sink.key, sink.anchor, self._wc_passes.records
-            )  # type: ignore[assignment]
+            self._wc_inner = CopyFunction.apply(whole, part._wc_token, sink.key, sink.anchor, self._wc_passes.records)  # type: ignore[assignment]
         assert self._wc_inner is not None
         return self._wc_inner
 
@@ -103,7 +101,7 @@ class Copied(Tensor):
         usual = _IN_PLACE.get(name, name[:-1] if name.endswith("_") and not name.endswith("__") else None)
         if usual is not None and not isinstance(args[0], Copied):
             return _in_place(args[0], args[1] if name == "copy_" else getattr(Tensor, usual)(*args, **kwargs), name)
-        return _operate(func, name, args, kwargs)
+        return operate(func, name, args, kwargs)
 
 
 _IN_PLACE = {"__iadd__": "__add__", "__imul__": "__mul__", "__isub__": "__sub__", "__itruediv__": "__truediv__"}
@@ -121,7 +119,7 @@ def _in_place(target: Tensor, result: Tensor, name: str) -> Tensor:
     return target.copy_(result)
 
 
-def _operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+def operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """One operator on copies and other tensors."""
     leaves, tree = tree_flatten((_sizes_as_tuples(args), kwargs))
     copied = [leaf for leaf in leaves if isinstance(leaf, Copied)]

@@ -9,7 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weightclip.factors._collect import collect
-from weightclip.factors._limits import BOUND, CAP, Counts, cap_scale, masked, own, product_rounding, record_scale, squared_norm
+from weightclip.factors._limits import (
+    BOUND,
+    CAP,
+    Counts,
+    cap_scale,
+    masked,
+    own,
+    product_rounding,
+    record_scale,
+    squared_norm,
+)
 
 
 def embedding_factors(ids: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:

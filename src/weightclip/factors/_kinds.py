@@ -134,6 +134,15 @@ class _Dense(Kind):
         return _entrywise(product, x, d, beta_of(part), measure.entrywise == 1, single)
 
 
+class _Outer(_Dense):
+    """A dense layer on outer products of two inputs, whose weight has a dimension for each."""
+
+    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
+        product = part._wc_product.dtype, part._wc_product.chunk
+        weight, bias = dense_sums(x, d, scales, part.weight.flatten(1), product, trains(part))
+        return weight if weight is None else weight.reshape(part.weight.shape), bias
+
+
 class _Conv(Kind):
     """Convolutions, plain and transposed."""
 
@@ -274,7 +283,7 @@ def _entrywise(product: Tensor, x: Tensor, d: Tensor, beta: float, by_one: bool,
     return torch.minimum(product, other * flat.amax(1).clamp(min=beta))
 
 
-DENSE, CONV, EMBEDDING, COPIED = _Dense(), _Conv(), _Embedding(), _Copied()
+DENSE, OUTER, CONV, EMBEDDING, COPIED = _Dense(), _Outer(), _Conv(), _Embedding(), _Copied()
 CHANNELS, TRAILING = _Affine(True), _Affine(False)
 
 

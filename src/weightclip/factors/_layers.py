@@ -14,7 +14,7 @@ from weightclip.factors._apply import apply as _apply
 from weightclip.factors._conv import ConvFunction
 from weightclip.factors._dense import DenseFunction
 from weightclip.factors._embedding import EmbeddingFunction
-from weightclip.factors._kinds import CHANNELS, CONV, DENSE, EMBEDDING, TRAILING, first_of
+from weightclip.factors._kinds import CHANNELS, CONV, DENSE, EMBEDDING, OUTER, TRAILING, first_of
 from weightclip.factors._limits import is_plain
 from weightclip.factors._swap import FORMS, Private
 
@@ -35,7 +35,7 @@ class _Linear(Private):
 class _Bilinear(Private):
     """A dense layer on the outer product of two inputs."""
 
-    _wc_form = DENSE
+    _wc_form = OUTER
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         """Native forward."""

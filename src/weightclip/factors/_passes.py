@@ -67,7 +67,7 @@ class Passes:
         """Whether tensors at this place hold no records, so that every record gets its own copy of them."""
         return self.table is not None and NONE in self.table.layouts.get((place, dims), ())
 
-    @torch.no_grad()
+    @torch.enable_grad()  # without gradients some layers of torch take other ways
     def discover(self, run: Callable[[int], Any], signature: Hashable = None) -> Table:
         """Find the layouts of passes of one public signature by ``run(n)``, a forward pass over n public records.
 
@@ -98,8 +98,9 @@ class Passes:
             self.noting, self.records, self.running = {}, records, True
             run(records)
             found.append({place: shapes for place, shapes in self.noting.items() if place not in table.uses})
-        table.learn(*found, self.names)
-        return any(found)
+        many, few = found
+        table.learn(many, few, self.names)
+        return bool(many or few)
 
     def watch(self, model: nn.Module) -> list[Any]:
         """Hooks on the model that say when a pass runs and over how many records; the caller removes them."""

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightclip.errors import ContractError
 from weightclip.factors._apply import apply
 from weightclip.factors._conv import ConvFunction
-from weightclip.factors._copies import ROUTES, Copied
+from weightclip.factors._copies import ROUTES, Copied, operate
 from weightclip.factors._dense import DenseFunction
 from weightclip.factors._embedding import EmbeddingFunction
 from weightclip.factors._kinds import CONV, DENSE, EMBEDDING
@@ -113,6 +114,13 @@ def _conv(axes: int, transposed: bool) -> Any:
     return route
 
 
+def _attention(*args: Any, **named: Any) -> Any:
+    # under vmap torch does not see that a copied mask asks for a gradient, and takes a kernel that has none
+    with sdpa_kernel(SDPBackend.MATH):
+        return operate(F.scaled_dot_product_attention, "scaled_dot_product_attention", args, named)
+
+
+ROUTES[F.scaled_dot_product_attention] = _attention
 ROUTES[F.linear] = _linear
 ROUTES[torch.addmm] = _addmm
 for _operator in (torch.matmul, Tensor.matmul, Tensor.__matmul__):

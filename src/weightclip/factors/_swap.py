@@ -60,23 +60,33 @@ class _OwnForward(Private):
     """A layer that runs its own forward; its trainable parameters stand for one copy for each record."""
 
 
+def is_active(layer: Any) -> bool:
+    """Whether the layer runs in a pass of its engine whose products are collected (or that public records are in)."""
+    sink: Sink | None = layer.__dict__.get("_wc_sink")
+    passes = None if sink is None else sink.passes
+    if sink is None or passes is None or not passes.running or not sink.on or is_plain() or transforms_active():
+        return False
+    return passes.noting is not None or torch.is_grad_enabled()
+
+
+def copied(layer: Any, name: str) -> Any:
+    """What stands for a parameter in an active layer: a copy for each record, or the parameter if it is not trained."""
+    parameter = layer._parameters.get(name)
+    if parameter is None or not parameter.requires_grad:
+        return parameter
+    sink = layer._wc_sink
+    sink.check(parameter)
+    part, passes = part_of(layer, COPIED, name), sink.passes
+    place = passes.place("parameter", part)
+    passes.names.setdefault(place, f"parameter '{name}' of a {layer._wc_native.__name__}")
+    return Copied.of(parameter, passes, place, None, part)
+
+
 def _parameter(name: str) -> property:
     """The parameter ``name``, or in the forward of a private model what stands for it."""
 
     def get(self: Any) -> Any:
-        parameter = self._parameters.get(name)
-        sink = self.__dict__.get("_wc_sink")
-        passes = None if sink is None else sink.passes
-        active = passes is not None and passes.running and sink.on and not is_plain() and not transforms_active()
-        if not active or parameter is None or not parameter.requires_grad:
-            return parameter
-        if passes.noting is None and not torch.is_grad_enabled():
-            return parameter
-        sink.check(parameter)
-        part = part_of(self, COPIED, name)
-        place = passes.place("parameter", part)
-        passes.names.setdefault(place, f"parameter '{name}' of a {self._wc_native.__name__}")
-        return Copied.of(parameter, passes, place, None, part)
+        return copied(self, name) if is_active(self) else self._parameters.get(name)
 
     def put(self: Any, value: Any) -> None:
         nn.Module.__setattr__(self, name, value)
@@ -110,7 +120,7 @@ def _names(module: Any) -> tuple[str, ...]:
 
 
 def _revive(native: type[nn.Module], names: tuple[str, ...] | None) -> nn.Module:
-    kind = _private_class(native, names)
+    kind: Any = _private_class(native, names)
     return kind.__new__(kind)
 
 
