@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
     from weightclip import nn as nn
     from weightclip import sampling as sampling
     from weightclip._adaptive import Adaptive as Adaptive
+    from weightclip._compatible import explain as explain
+    from weightclip._compatible import make_compatible as make_compatible
     from weightclip._knorm import KNorm as KNorm
     from weightclip.accounting import Adjacency as Adjacency
     from weightclip.bounds import Effect as Effect
@@ -50,6 +52,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "weightclip._adaptive": ("Adaptive",),
+    "weightclip._compatible": ("explain", "make_compatible"),
     "weightclip._knorm": ("KNorm",),
     "weightclip.accounting": ("Adjacency",),
     "weightclip.bounds": ("Effect", "operator_norm_bound", "register_rule"),

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
+from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import _SpectralNorm as SpectralNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
-    "AnyBatchNorm", "AnyDropout", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm", "add_all_",
+    "AnyBatchNorm", "AnyDropout", "AnyInstanceNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm", "add_all_",
     "apply_directly", "copy_all_", "data_parallel_active",
     "drop_forward_hooks", "forward_hooks", "int8_product", "lerp_all_", "multiply_all_",
     "norms_of_all", "optimizer_hooks", "reshaped_copy_of", "same_memory", "split_like",
