@@ -123,10 +123,9 @@ def _findings(path: str, module: nn.Module) -> Iterator[Finding]:
         return
     if isinstance(module, AnyBatchNorm) and (trains or module.training):
         ours = kind in _NATIVE
-        other = "" if ours else f" ({kind.__name__} is a layer of its own: replace it by hand)"
-        yield found(
-            "batch normalisation mixes records", f"group normalisation, or freeze it and call eval(){other}", ours
-        )
+        fix = "group normalisation, or freeze it and call eval()"
+        fix = fix if ours else f"{fix} ({kind.__name__} is a layer of its own: replace it by hand)"
+        yield found("batch normalisation mixes records", fix, ours)
     if isinstance(module, AnyInstanceNorm) and module.training and module.track_running_stats:
         yield found("running statistics are written by private records", "track_running_stats=False", True)
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and trains:

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
-    "AnyBatchNorm", "AnyDropout", "AnyInstanceNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm", "add_all_",
-    "apply_directly", "copy_all_", "data_parallel_active",
+    "AnyBatchNorm", "AnyDropout", "AnyInstanceNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm",
+    "add_all_", "apply_directly", "copy_all_", "data_parallel_active",
     "drop_forward_hooks", "forward_hooks", "int8_product", "lerp_all_", "multiply_all_",
     "norms_of_all", "optimizer_hooks", "reshaped_copy_of", "same_memory", "split_like",
     "storage_address", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
