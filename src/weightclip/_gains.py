@@ -16,6 +16,7 @@ from weightclip._record import Recorder
 from weightclip._torch import ConvNd, norms_of_all, version_of
 from weightclip.bounds import Numerics, Scalar, kernel_overlap, layer_rule
 from weightclip.bounds._layer_norms import effective_weight, is_layer, norm_function
+from weightclip._open import OpenPlan
 from weightclip.certificate import Plan
 from weightclip.clipping import Rescale
 from weightclip.config import Bounds
@@ -30,7 +31,7 @@ class Gains:
         at some earlier step s plus sqrt(m) ||theta_t - theta_s||_F (m the kernel overlap, 1 for dense layers).
     """
 
-    def __init__(self, plan: Plan, bounds: Bounds, recorder: Recorder | None = None) -> None:
+    def __init__(self, plan: Plan | OpenPlan, bounds: Bounds, recorder: Recorder | None = None) -> None:
         self.plan, self.refresh = plan, bounds.refresh
         self.recorder = recorder or Recorder(torch.device("cpu"))
         self._since: int | None = None  # the step of the last snapshot
@@ -129,8 +130,8 @@ class Gains:
         plan = self.plan
         if id(plan) not in self._weightless:
             plain = _plain_layers(plan)
-            others = [n.op.module for n in plan.graph.nodes if n.layer is not None and n.op.path not in plain]
-            bare = all(m is not None and next(m.parameters(), None) is None for m in others)
+            others = [m for path, m in plan.modules() if path not in plain]
+            bare = plan.graph is None or all(next(m.parameters(), None) is None for m in others)
             self._weightless[id(plan)] = bare and not plan.needs_gains
         return self._weightless[id(plan)]
 
@@ -166,6 +167,7 @@ class Gains:
 
     def _snapshot(self, numerics: Numerics) -> None:
         self._numerics, self._gain, self._then = numerics, {}, {}
+        assert self.plan.graph is not None
         for node in self.plan.graph.nodes:
             module = node.op.module
             if node.layer is None or module is None or not is_layer(module) or node.op.path in self._gain:
@@ -245,16 +247,10 @@ class WeightClipper:
             self.strategy(weight, limit, norm)
 
 
-def _plain_layers(plan: Plan) -> dict[str, nn.Module]:
+def _plain_layers(plan: Plan | OpenPlan) -> dict[str, nn.Module]:
     """Linear and Conv layers that compute with their weight itself."""
-    found = {}
-    for node in plan.graph.nodes:
-        module = node.op.module
-        if node.layer is None or module is None or not is_layer(module):
-            continue
-        if not hasattr(module, "effective_weight"):
-            found[node.op.path] = module
-    return found
+    layers = plan.modules()
+    return {path: m for path, m in layers if is_layer(m) and not hasattr(m, "effective_weight")}
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import weightclip as wc
 from weightclip import _checkpoint
-from weightclip._gate import InputProjection
+from weightclip._projection import InputProjection
 from weightclip._loop import TrainingLoop
 from weightclip._release import Release
 from weightclip._streams import Streams
