@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from weightclip._trees import tensors_of
+from weightclip._trees import map_tensors, tensors_of
 from weightclip.errors import ContractError
 from weightclip.factors._limits import Eager
 from weightclip.losses import Loss
@@ -21,7 +21,7 @@ class _Summed(Eager):
     """Value: sum over records / expected batch size. Backward: the engine collects the certified gradients, once."""
 
     @staticmethod
-    def forward(ctx, hidden: tuple[Tensor, list[Tensor | None]], todo: Any, engine: PrivacyEngine, *of: Tensor) -> Tensor:
+    def forward(ctx, hidden: tuple[Tensor, Any], todo: Any, engine: PrivacyEngine, *of: Tensor) -> Tensor:
         value, ctx.shown = hidden
         ctx.todo, ctx.engine = todo, engine
         return value
@@ -97,6 +97,9 @@ class PrivateCriterion(nn.Module):
     @torch.compiler.disable
     def _private(self, outputs: Any, target: Any) -> Tensor:
         engine: PrivacyEngine = self.__dict__["_engine"]
+        if not isinstance(outputs, Tensor):  # what has no row for each record (a loss of the model's own) stays outside
+            records = engine._records()
+            outputs = map_tensors(lambda t: t if t.dim() and t.shape[0] == records else None, outputs)
         arguments, mask = engine._begin_loss([t for t in tensors_of(outputs) if t.requires_grad])
         try:
             value, gradients = self.graded(outputs, target, mask, arguments[0].fold)
@@ -112,8 +115,9 @@ class PrivateCriterion(nn.Module):
         todo = passage, engine._graded, mask  # hidden from autograd in a tuple
         if passage.compiled:  # no wall there: the user's backward pass must not enter the model's graph
             return _Summed.apply((value, [None]), todo, engine, engine._gate.anchor)  # type: ignore[return-value]
-        values = [argument.value for argument in arguments]
-        return _Summed.apply((value, gradients), todo, engine, *values)  # type: ignore[return-value]
+        used = [(a.value, g) for a, g in zip(arguments, gradients, strict=True) if g is not None]
+        values, shown = zip(*used, strict=True)
+        return _Summed.apply((value, shown), todo, engine, *values)  # type: ignore[return-value]
 
     @torch.no_grad()
     def graded(

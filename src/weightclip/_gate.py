@@ -94,12 +94,16 @@ class Entrance:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _open_door  # copies and saved models leave the engine behind
 
-    def __reduce__(self) -> str:
-        return "_open_door"
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _left_behind, ()
 
 
 def _open_door(module: nn.Module, args: Any, kwargs: Any) -> None:
     """What is left of an entrance in a copy of the model."""
+
+
+def _left_behind() -> Any:
+    return _open_door
 
 
 def _shapes(found: Signature) -> list[tuple[int, ...]]:
@@ -316,6 +320,8 @@ class OutputGate:
             compiled = Passage(autocast, self.entrance.last, modes, compiled=True)
             for end in tensors_of(output):
                 compiled.add(end)
+        if not values:
+            raise ContractError("the loss got no output of the model that has a row for each record.")
         found = [self._enter(value, records, compiled, folds) for value in values]
         if any(argument.passage is not found[0].passage for argument in found):
             raise ContractError("the loss was taken of outputs of several calls of the model: call it once a batch.")

@@ -80,7 +80,7 @@ class Probe:
 
         with self.cut(masks):
             outputs = tensors_of(call(self.model))
-            kept = [t.dim() > 0 and t.shape[0] == rows and t.is_floating_point() for t in outputs]
+            kept = [t.dim() > 0 and t.shape[0] == rows for t in outputs]
             if not any(kept):
                 raise ContractError("the model must return a tensor with records on dimension 0.")
             facts.outputs = [_sketch(t.detach()) if k else None for t, k in zip(outputs, kept, strict=True)]

@@ -65,6 +65,7 @@ class TrainingLoop:
     _plans: dict[tuple[bool, ...], Plan | OpenPlan]
     _tested: dict[Any, Tested | None]  # by (signature, modes)
     _entrance: Entrance
+    output_shape: tuple[int, ...]  # of one record of the model's output
     _loss_bounds: dict[tuple[int, ...], float]
     _call: Call  # how the model is called
     _loss: Loss
@@ -131,6 +132,10 @@ class TrainingLoop:
 
     # -- the loss -----------------------------------------------------------------------------------------------------
 
+    def _records(self) -> int:
+        """Rows that the present batch has in the model."""
+        return 0 if self._info is None else self._info.rows * self.views
+
     def _begin_loss(self, values: list[Tensor]) -> tuple[list[Argument], Tensor | None]:
         """Called by the criterion: checks the contract, brings the bounds up to date; (arguments, batch's mask)."""
         with _ONE_LOSS:  # two threads must not both be admitted
@@ -138,7 +143,7 @@ class TrainingLoop:
 
     def _begin(self, values: list[Tensor]) -> tuple[list[Argument], Tensor | None]:
         info = self._admit()
-        arguments = self._gate.enter(values, info.rows * self.views, self._watch.modes(), self.plan.graph is None)
+        arguments = self._gate.enter(values, self._records(), self._watch.modes(), self.plan.graph is None)
         passage, value = arguments[0].passage, arguments[0].value
         if len({argument.fold for argument in arguments}) > 1:
             raise ContractError("the loss got outputs with different numbers of rows: fold positions into all or none.")

@@ -185,7 +185,8 @@ class PrivacyEngine(TrainingLoop):
             first = self._entrance.first, self._watch.modes()
             tested = test_records(self, *first, size)
             refuse_unused(self)
-            check_labels(data_loader.dataset, output_shape(self, tested), loss)
+            self.output_shape = output_shape(self, tested)
+            check_labels(data_loader.dataset, self.output_shape, loss)
             size_up(self)
             self._tested[first] = tested
             self._release.scales(self._release.sensitivities(self._evaluate()))  # refuses before anything is released

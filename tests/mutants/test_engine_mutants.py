@@ -71,7 +71,12 @@ def divided_by_the_realised_batch_size(patch: Patch) -> None:
 @mutant(checks.the_sum_is_the_sum_over_the_public_batch_size)
 def averaged_over_the_records(patch: Patch) -> None:
     collect = TrainingLoop._collect
-    patch.setattr(TrainingLoop, "_collect", lambda self, output, g, *to: collect(self, output, g / len(g), *to))
+
+    def averaged(self, passage, *to) -> None:
+        passage.given = {end: g / len(g) for end, g in passage.given.items()}
+        collect(self, passage, *to)
+
+    patch.setattr(TrainingLoop, "_collect", averaged)
 
 
 @mutant(checks.empty_draws_are_steps_of_pure_noise)
