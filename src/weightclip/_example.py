@@ -50,7 +50,9 @@ class Call:
         def fill(t: Tensor) -> Tensor:
             shape = (n, *t.shape[1:]) if t.dim() else ()
             floating = t.is_floating_point()
-            new = torch.randn(shape, generator=generator) if floating else torch.randint(0, 2, shape, generator=generator)
+            new = (
+                torch.randn(shape, generator=generator) if floating else torch.randint(0, 2, shape, generator=generator)
+            )
             return new.to(t.device, t.dtype)
 
         return self.map(fill)

@@ -66,8 +66,8 @@ class Entrance:
         if found not in self.calls:
             if len(found) != 3:
                 raise ContractError(
-                    "a compiled model got inputs of a new shape: pass make_private an example= of it, or call the model "
-                    "uncompiled once."
+                    "a compiled model got inputs of a new shape: pass make_private an example= of it, or call the "
+                    "model uncompiled once."
                 )
             _, shape, dtype = found
             like = self.calls[self.first].tensors[0]
@@ -243,7 +243,7 @@ def copies_records(value: Tensor, edge: GradientEdge, fold: int) -> bool:
     marks = record.view(-1, *(1,) * (value.dim() - 1)).expand_as(value)
     found, ones = (_pulled(value, edge, g).double() for g in (marks, torch.ones_like(marks)))
     mine = torch.arange(found.shape[0], device=value.device).view(-1, *(1,) * (found.dim() - 1)) + 1.0
-    return bool(((ones == 0) | (ones == 1)).all()) and bool(((found == ones * mine)).all())
+    return bool(((ones == 0) | (ones == 1)).all()) and bool((found == ones * mine).all())
 
 
 def _source(node: Any) -> tuple[Any, int, bool]:
@@ -297,7 +297,8 @@ class OutputGate:
         passage = Passage(autocast, self.entrance.last, engine._watch.modes())
 
         def cut(end: Tensor) -> Tensor:
-            return _Wall.apply(self.anchor, passage, passage.add(end), self.engine) if end.requires_grad else end
+            place = passage.add(end)
+            return _Wall.apply(self.anchor, passage, place, self.engine) if end.requires_grad else end
 
         return cut(output) if isinstance(output, Tensor) else map_tensors(cut, output)
 
@@ -334,7 +335,7 @@ class OutputGate:
         if node is not None and passage is None and compiled is not None:
             same = [i for i, t in enumerate(compiled.ends) if same_memory(t, value)]
             passage, end = compiled, same[0] if same else None
-        if passage is None or end is None or not (copied or same_memory(passage.ends[end], value)):
+        if node is None or passage is None or end is None or not (copied or same_memory(passage.ends[end], value)):
             raise ContractError(
                 "the private criterion must get the output of the private model, called as model(x) (views of it are "
                 "fine): move other operations into the model, where they can be certified."

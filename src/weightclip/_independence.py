@@ -146,32 +146,36 @@ def check_independence(probe: Probe, call: Call, size: int) -> Facts | None:
         Reads shapes and types of ``call`` only. A test, no proof: a branch on values that random records never take is
         not found. Returns what was seen; None where random records could not be run at all.
     """
-    model = probe.model
     seen: Facts | None = None
     for n in dict.fromkeys((*_SIZES, max(1, size))):
-        here, there = call.random(n, 1), call.random(n, 2)
-        with _quiet_modules(model, False):
-            base = _run(probe, here)
-            if base is None:
-                continue  # values or a batch size the model does not take
+        base = _check_size(probe, call, n)
+        if base is not None:
             seen = base if seen is None else _both(seen, base)
-            if n > 1:
-                changed = _zip(here, there, lambda a, b: _put(a, b, n // 2))
-                _compare(base, probe(changed), [i for i in range(n) if i != n // 2], None, "changing one record")
-        with _quiet_modules(model, True):
-            base = probe(here)
-            if not _alike(base, probe(here, masks=1)):
-                continue  # random numbers of the model's own: places in the stream move with the records
-            probe(there)
-            _compare(base, probe(here), list(range(n)), None, "a batch that came before (state kept in the model)")
-            if n == 1:
-                continue
-            kept = [i for i in range(n) if i != n // 2]
-            fewer = here.map(lambda t: t[kept] if t.dim() else t)
-            _compare(base, probe(fewer), kept, list(range(n - 1)), "removing one record")
-            order = list(range(n))[::-1]
-            moved = here.map(lambda t: t[order] if t.dim() else t)
-            _compare(base, probe(moved), order, list(range(n)), "moving records to other places")
+    return seen
+
+
+def _check_size(probe: Probe, call: Call, n: int) -> Facts | None:
+    """All comparisons at one batch size; None where the model does not take it."""
+    here, there = call.random(n, 1), call.random(n, 2)
+    everyone, others = list(range(n)), [i for i in range(n) if i != n // 2]
+    with _quiet_modules(probe.model, False):
+        seen = _run(probe, here)
+        if seen is None:
+            return None
+        if n > 1:
+            changed = _zip(here, there, lambda a, b: _put(a, b, n // 2))
+            _compare(seen, probe(changed), others, None, "changing one record")
+    with _quiet_modules(probe.model, True):
+        base = probe(here)
+        if not _alike(base, probe(here, masks=1)):
+            return seen  # random numbers of the model's own: places in the stream move with the records
+        probe(there)
+        _compare(base, probe(here), everyone, None, "a batch that came before (state kept in the model)")
+        if n > 1:
+            fewer = here.map(lambda t: t[others] if t.dim() else t)
+            _compare(base, probe(fewer), others, everyone[:-1], "removing one record")
+            moved = here.map(lambda t: t.flip(0) if t.dim() else t)
+            _compare(base, probe(moved), everyone[::-1], everyone, "moving records to other places")
     return seen
 
 

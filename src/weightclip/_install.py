@@ -158,8 +158,8 @@ def refuse_unused(engine: PrivacyEngine) -> None:
     unused = engine.plan.unused() if isinstance(engine.plan, OpenPlan) else []
     if unused and not engine._model_draws:  # a model that draws may have left the layer out by chance
         raise CertificationError(
-            f"layer '{unused[0]}' is trainable but the model does not use it: it would get nothing but noise. Fix: freeze "
-            "it (requires_grad_(False))."
+            f"layer '{unused[0]}' is trainable but the model does not use it: it would get nothing but noise. "
+            "Fix: freeze it (requires_grad_(False))."
         )
 
 

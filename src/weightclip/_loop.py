@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from weightclip._adaptive import Quantiles
 from weightclip._criterion import PrivateCriterion
 from weightclip._digest import tensors_digest
-from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._example import Call
+from weightclip._gains import Gains, WeightClipper, numerics_for
 from weightclip._gate import Argument, Entrance, OutputGate, Passage
 from weightclip._install import Tested, test_records
 from weightclip._knorm import Entrywise
@@ -174,7 +174,7 @@ class TrainingLoop:
         key = passage.signature, passage.modes
         new = key not in self._tested
         if new:
-            self._tested[key] = test_records(self, *key)
+            self._tested[key] = test_records(self, *key)  # type: ignore[arg-type]
         found = self._tested[key]
         if found is not None:
             passage.folds = found.folds
@@ -328,7 +328,9 @@ class TrainingLoop:
         numerics = numerics_for(self.device, self._autocast)
         with torch.no_grad():
             found = self.plan.evaluate(numerics, self._gains.current(numerics, self.steps))
-            return found if self._entrywise is None else self._entrywise(self.plan, found, numerics)
+            if self._entrywise is None or not isinstance(self.plan, Plan):
+                return found
+            return self._entrywise(self.plan, found, numerics)
 
     # -- the backward pass --------------------------------------------------------------------------------------------
 

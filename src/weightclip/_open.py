@@ -47,7 +47,8 @@ class OpenPlan:
         }
         if not self.layers:
             raise CertificationError("the model has no trainable parameters: nothing to make private.")
-        self.loss_bound, self.loss_shape = math.inf, ()
+        self.loss_bound = math.inf
+        self.loss_shape: tuple[int, ...] = ()
         self.quantiles: Quantiles | None = None
 
     def learn(self, seen: Mapping[str, list[Use]]) -> bool:

@@ -1,6 +1,6 @@
 """Tensors inside what models take and return: tuples, lists, mappings, dataclasses, Hugging Face's outputs and batches.
 
-``torch.utils._pytree`` knows only what was registered with it; a tensor that is overlooked here would pass a door unseen.
+``torch.utils._pytree`` knows only what was registered with it, and a tensor that is overlooked passes a door unseen.
 """
 
 from __future__ import annotations

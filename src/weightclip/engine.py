@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from weightclip import _checkpoint, _report
@@ -125,8 +125,8 @@ class PrivacyEngine(TrainingLoop):
                 by default the Gaussian.
             loss_scale: A constant by which the loop (or a framework) multiplies the loss before ``backward()``; it
                 changes nothing that is released, and any other factor raises.
-            example: A batch of inputs, where they are not the first element of a batch (or, of a mapping, everything but
-                the labels); a tuple or mapping gives several. Only shapes are read.
+            example: A batch of inputs, where they are not the first element of a batch (of a mapping: all but its
+                labels); a tuple or mapping gives several. Only shapes are read.
             strict: Every physical batch has one public shape and records take secret random rows of it, so that
                 kernels whose rounding depends on the shape or on a record's place are covered too; padding costs time.
 

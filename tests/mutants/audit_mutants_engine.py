@@ -28,9 +28,9 @@ from tests.mutants.audit_mutants import (
 
 import weightclip._checkpoint as checkpoint
 import weightclip._gains as gains
-import weightclip._projection as projection
 import weightclip._install as install
 import weightclip._loop as loop
+import weightclip._projection as projection
 import weightclip.certificate as certificate
 import weightclip.engine as engine
 import weightclip.losses as losses

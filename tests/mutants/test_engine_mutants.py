@@ -11,8 +11,8 @@ from torch import Tensor
 
 import weightclip as wc
 from weightclip import _checkpoint
-from weightclip._projection import InputProjection
 from weightclip._loop import TrainingLoop
+from weightclip._projection import InputProjection
 from weightclip._release import Release
 from weightclip._streams import Streams
 from weightclip._watch import Watch
@@ -259,7 +259,7 @@ def loss_bound_of_the_models_own_output(patch: Patch) -> None:
 
 @mutant(checks.dropout_is_bounded_in_training_mode)
 def certified_in_the_first_mode_only(patch: Patch) -> None:
-    patch.setattr(Watch, "modes", lambda self: ())
+    patch.setattr(Watch, "modes", lambda self: (False,) * len(self._modules))
 
 
 @pytest.mark.parametrize("name", MUTANTS)
