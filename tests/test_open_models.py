@@ -467,3 +467,24 @@ def test_targets_of_one_number_are_not_broadcast_against_each_other() -> None:
             p.copy_(q + q.grad)  # as it was: one step of rate 1
     expected, _ = oracle(plain, x, y, lambda z, t: F.mse_loss(z.squeeze(1), t))
     close(run, expected)
+
+
+class Half(Base):
+    """Computes in bfloat16 in between."""
+
+    def between(self, h: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(h).float()
+
+
+def test_records_are_tested_in_full_precision_whatever_the_loop_trains_in() -> None:
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            run = private(Base(), table(64), bounds=wc.Bounds(), sigma=1.0).train()
+        assert matmul.fp32_precision == "bf16"
+    finally:
+        matmul.fp32_precision = before
+    assert run.engine.steps == 1
+    private(Half(), table(64), bounds=wc.Bounds(), sigma=1.0).train()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -258,6 +259,21 @@ def _products(cuda: bool) -> tuple[Any, Any]:
     """torch's settings of matrix products and convolutions."""
     backends = cast(Any, torch.backends)
     return (backends.cuda.matmul, backends.cudnn.conv) if cuda else (backends.mkldnn.matmul, backends.mkldnn.conv)
+
+
+@contextlib.contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Inside, passes round as float32 does: without autocast, TF32 or bfloat16 products."""
+    kinds = _products(device.type == "cuda")
+    before = [kind.fp32_precision for kind in kinds]
+    try:
+        for kind in kinds:
+            kind.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for kind, precision in zip(kinds, before, strict=True):
+            kind.fp32_precision = precision
 
 
 def numerics_for(device: torch.device, autocast: torch.dtype | None) -> Numerics:

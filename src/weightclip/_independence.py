@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weightclip._example import Call
+from weightclip._gains import exact_products
 from weightclip._torch import AnyBatchNorm, AnyDropout
 from weightclip._trees import tensors_of
 from weightclip.certificate import Use
@@ -23,7 +24,7 @@ from weightclip.errors import ContractError
 from weightclip.factors import Collector
 
 _SIZES = (7, 2, 1)
-_CLOSE = 1e-3  # of the largest entry: kernels round rows differently at different batch sizes
+_CLOSE, _HALF = 1e-3, 5e-2  # of the largest entry: kernels round rows differently at different batch sizes
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Facts:
     factors: list[Tensor] = field(default_factory=list)
     uses: dict[int, list[tuple[int, Use]]] = field(default_factory=dict)
     shapes: list[tuple[int, ...]] = field(default_factory=list)  # of one record of each output
+    half: bool = False  # whether the model computes in half precision of its own
 
 
 class Probe:
@@ -74,6 +76,7 @@ class Probe:
                     "records: keep records on dimension 0 (positions behind it)."
                 )
             facts.factors += [_sketch(t.detach().reshape(rows, fold, *t.shape[1:])) for t in (x, d)]
+            facts.half = facts.half or d.dtype.itemsize < 4
             several = (fold,) if fold > 1 else ()
             use = Use((*several, *x.shape[1:]), (*several, *d.shape[1:]))
             facts.uses.setdefault(numbers[id(entry)], []).append((fold, use))
@@ -85,6 +88,7 @@ class Probe:
                 raise ContractError("the model must return a tensor with records on dimension 0.")
             facts.outputs = [_sketch(t.detach()) if k else None for t, k in zip(outputs, kept, strict=True)]
             facts.shapes = [tuple(t.shape[1:]) for t in outputs]
+            facts.half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in outputs)
             ends = [t for t, k in zip(outputs, kept, strict=True) if k and t.requires_grad]
             if ends:
                 self.collector.probe = look
@@ -148,7 +152,8 @@ def check_independence(probe: Probe, call: Call, size: int) -> Facts | None:
     """
     seen: Facts | None = None
     for n in dict.fromkeys((*_SIZES, max(1, size))):
-        base = _check_size(probe, call, n)
+        with exact_products(call.tensors[0].device):
+            base = _check_size(probe, call, n)
         if base is not None:
             seen = base if seen is None else _both(seen, base)
     return seen
@@ -221,12 +226,13 @@ def _alike(base: Facts, other: Facts, rows: Any = slice(None), places: Any = sli
     if len(base.outputs) != len(other.outputs) or len(base.factors) != len(other.factors):
         return False
     pairs = [*zip(base.outputs, other.outputs, strict=True), *zip(base.factors, other.factors, strict=True)]
-    return all(_close(a[rows], b[places]) for a, b in pairs if a is not None and b is not None)
+    share = _HALF if base.half else _CLOSE
+    return all(_close(a[rows], b[places], share) for a, b in pairs if a is not None and b is not None)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _close(a: Tensor, b: Tensor, share: float) -> bool:
     if a.shape != b.shape or not a.numel():
         return a.shape == b.shape
     a, b = a.double(), b.double()
-    near = (a - b).abs() <= _CLOSE * a.abs().max().clamp(min=1e-30)
+    near = (a - b).abs() <= share * a.abs().max().clamp(min=1e-30)
     return bool((near | ~torch.isfinite(a)).all())
