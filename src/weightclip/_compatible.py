@@ -12,7 +12,6 @@ from torch import nn
 
 from weightclip._torch import AnyBatchNorm, AnyInstanceNorm, SpectralNorm
 from weightclip.errors import ContractError
-from weightclip.factors import is_private
 
 _GROUPS = 32
 _NATIVE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -121,7 +120,7 @@ def _findings(path: str, module: nn.Module) -> Iterator[Finding]:
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters(recurse=False)):
         yield found("has no shape yet", "run one forward pass on a public input first")
         return
-    if isinstance(module, AnyBatchNorm) and (trains or module.training):
+    if isinstance(module, AnyBatchNorm) and (module.training or not module.track_running_stats):
         ours = kind in _NATIVE
         fix = "group normalisation, or freeze it and call eval()"
         fix = fix if ours else f"{fix} ({kind.__name__} is a layer of its own: replace it by hand)"
@@ -140,8 +139,6 @@ def _findings(path: str, module: nn.Module) -> Iterator[Finding]:
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
             yield found(f"parameter '{name}' is {parameter.dtype}", "keep parameters in float32 and use autocast")
-    if is_private(module) and not path:
-        yield found("is private already", "detach() its engine first")
 
 
 def _fixed(module: Any) -> nn.Module:

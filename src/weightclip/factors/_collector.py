@@ -190,8 +190,10 @@ class Collector:
             self.passes.running = False
             self._reset()
 
-    def backward(self, output: Tensor, gradient: Tensor, parameters: Sequence[Tensor]) -> list[int]:
-        """Carry ``gradient`` back from the model's output; products go to the open collection.
+    def backward(
+        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> list[int]:
+        """Carry ``gradients`` back from the model's outputs; products go to the open collection.
 
         Returns:
             Which of the parameters autograd reached all the same, outside their private layers: there must be none.
@@ -199,7 +201,8 @@ class Collector:
         assert self.anchor is not None
         wanted = [i for i, p in enumerate(parameters) if p.requires_grad]
         leaves = [*(parameters[i] for i in wanted), self.anchor]
-        found = torch.autograd.grad(output, leaves, gradient.to(output.dtype), allow_unused=True)
+        given = [g.to(output.dtype) for output, g in zip(outputs, gradients, strict=True)]
+        found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
         return [i for i, g in zip(wanted, found[:-1], strict=True) if g is not None]
 
     def _reset(self) -> None:

@@ -5,14 +5,16 @@ Found out once, on public records, before anything is trained (:meth:`Passes.dis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from weightclip._torch import tree_leaves
+from weightclip._trees import tensors_of
 from weightclip.errors import ContractError
+from weightclip.factors._limits import is_plain
 from weightclip.factors._rows import NONE, RECORDS, SIZES, Layout, Table
 
 
@@ -24,6 +26,8 @@ class Passes:
         running: Whether parameters that need it stand for copies: inside the model's forward, or a backward pass that
             computes activations again.
         noting: The shapes a run on public records has met so far, by place; None while training.
+        signature: Of the running pass: what is public of its shapes and modes.
+        prepare: Called before a pass under gradients; returns its signature, and may discover it.
         deep: Whether that run follows copied parameters through operators as well.
     """
 
@@ -32,6 +36,7 @@ class Passes:
         self.noting: dict[Hashable, list[tuple[int, ...]]] | None = None
         self.deep = False
         self.signature: Hashable = None
+        self.prepare: Callable[[nn.Module, Any, Any], Hashable] | None = None
         self.tables: dict[Hashable, Table] = {}
         self.names: dict[Hashable, str] = {}  # of places, for errors
         self._numbers: dict[Hashable, int] = {}
@@ -105,14 +110,28 @@ class Passes:
     def watch(self, model: nn.Module) -> list[Any]:
         """Hooks on the model that say when a pass runs and over how many records; the caller removes them."""
         return [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after, always_call=True),
         ]
 
+    @contextlib.contextmanager
+    def testing(self, signature: Hashable) -> Iterator[None]:
+        """Passes over public records of this signature, for which nothing need be prepared."""
+        before, prepare = self.signature, self.prepare
+        self.signature, self.prepare = signature, None
+        try:
+            yield
+        finally:
+            self.signature, self.prepare = before, prepare
+
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or is_plain() or not torch.is_grad_enabled():
+            return
+        if self.prepare is not None:
+            self.signature = self.prepare(module, args, kwargs)
         if self.table is None and self.noting is None:
             return
-        sizes = [t.shape[0] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
+        sizes = [t.shape[0] for t in tensors_of((args, kwargs)) if t.dim()]
         self.records, self.running = sizes[0] if sizes else 0, True
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -8,7 +8,7 @@ every record has a copy of (:mod:`weightclip.factors._copies`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -195,6 +195,11 @@ def families(model: nn.Module) -> dict[str, list[nn.Module]]:
     return found
 
 
-def private_layers(model: nn.Module) -> Iterator[Any]:
-    """The private layers of a model."""
-    return (module for module in model.modules() if is_private(module))
+def trained(layers: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Trainable parameters of these modules with their own names, each parameter once."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for layer in layers:
+        for name, p in layer.named_parameters(recurse=False):
+            if p.requires_grad:
+                found.setdefault(id(p), (name, p))
+    return list(found.values())
