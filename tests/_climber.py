@@ -16,7 +16,7 @@ import torch
 from tests._networks import Case
 from torch import Tensor, nn
 
-from weightclip._gate import InputProjection
+from weightclip._projection import InputProjection
 from weightclip.bounds import Numerics
 from weightclip.certificate import build_plan
 from weightclip.factors import Collector, Entry, make_layer_private

@@ -210,8 +210,7 @@ def closure(run: Run, x: Tensor, y: Tensor) -> None:
 
 
 def keyword_closure(run: Run, x: Tensor, y: Tensor) -> None:
-    run.criterion(run.model(x), y).backward()
-    run.optimizer.step(closure=lambda: 0.0)
+    run.optimizer.step(closure=lambda: run.criterion(run.model(x), y))  # without a backward pass
 
 
 def second_step(run: Run, x: Tensor, y: Tensor) -> None:
@@ -322,6 +321,27 @@ def test_breaking_the_contract_raises_and_a_clean_loop_goes_on(act) -> None:
                 run.criterion(run.model(x), y)
     run.train()
     assert run.engine.steps == steps + 1
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_closure_runs_once_and_what_it_collected_is_released(keyword: bool, kind) -> None:
+    usual, run = (private(mlp(), table(8), sigma=1.0, optimizer=lambda p: kind(p, lr=0.1)) for _ in range(2))
+    usual.train()
+    calls = []
+    for x, y in run.loader:
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            calls.append(x)
+            run.optimizer.zero_grad()
+            loss = run.criterion(run.model(x), y)
+            loss.backward()
+            return loss
+
+        shown = run.optimizer.step(closure=closure) if keyword else run.optimizer.step(closure)
+        assert isinstance(shown, Tensor)
+    assert len(calls) == run.engine.steps == 1
+    assert same_bits(usual.grads(), run.grads()) and same_bits(usual.weights(), run.weights())
 
 
 def test_the_criterion_needs_a_batch_of_the_loader() -> None:

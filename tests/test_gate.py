@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip._gate import InputProjection, Layout, OutputGate, keeps_records, project_records
+from weightclip._gate import Layout, OutputGate, keeps_records
+from weightclip._projection import InputProjection, project_records
 from weightclip.errors import ContractError
 
 

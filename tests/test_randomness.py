@@ -245,7 +245,7 @@ def test_the_probe_sees_who_draws() -> None:
         seeded_by_the_user(2)
         before = states()
         modes = [m.training for m in model.modules()]
-        assert model_draws(model, (x,)) is expected
+        assert model_draws(model, lambda m: m(x)) is expected
         assert states() == before and [m.training for m in model.modules()] == modes
     assert model_draws(nn.Linear(5, 2), (x,))  # a pass that fails may draw
 

@@ -9,7 +9,7 @@ import torch
 from tests.triton_kit import kernel_device, run_interpreted
 
 import weightclip as wc
-from weightclip._gate import _project_widely
+from weightclip._projection import _project_widely
 from weightclip._row_kernels import cross_entropy, fits, fits_classes, project, scale_blocks_
 from weightclip.losses import CrossEntropy
 

@@ -221,14 +221,16 @@ class FusedStep:
         logits = torch.func.functional_call(model, leaves, (inputs.x,))
         engine._recorder.aside = beside
         try:
-            passage, mask = engine._begin_loss(logits)
+            (argument,), mask = engine._begin_loss([logits])
         finally:
             engine._recorder.aside = None
-        value, gradient = engine.criterion.graded(logits, inputs.y, mask)
+        value, (gradient,) = engine.criterion.graded(logits, inputs.y, mask, argument.fold)
+        assert gradient is not None
+        argument.passage.given[argument.end] = argument.lay_out(gradient)
         names = {id(p): name for name, p in model.named_parameters()}
         trained = [leaves[names[id(block.parameter)]] for block in release.blocks]
         stream.wait_stream(beside)  # where this step's limits are set
-        engine._pass(passage.output, passage.lay_out(logits, gradient), trained, mask)
+        engine._pass(argument.passage, trained, mask)
         with torch.cuda.stream(beside):  # nor does the noise wait for the passes
             drawn = release.noise(engine._sensitivities, noise, 0, engine._factors)  # type: ignore[arg-type]
         stream.wait_stream(beside)

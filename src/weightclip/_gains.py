@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weightclip._bank import NormBank
+from weightclip._open import OpenPlan
 from weightclip._record import Recorder
 from weightclip._torch import ConvNd, norms_of_all, version_of
 from weightclip.bounds import Numerics, Scalar, kernel_overlap, layer_rule
@@ -30,7 +32,7 @@ class Gains:
         at some earlier step s plus sqrt(m) ||theta_t - theta_s||_F (m the kernel overlap, 1 for dense layers).
     """
 
-    def __init__(self, plan: Plan, bounds: Bounds, recorder: Recorder | None = None) -> None:
+    def __init__(self, plan: Plan | OpenPlan, bounds: Bounds, recorder: Recorder | None = None) -> None:
         self.plan, self.refresh = plan, bounds.refresh
         self.recorder = recorder or Recorder(torch.device("cpu"))
         self._since: int | None = None  # the step of the last snapshot
@@ -129,8 +131,8 @@ class Gains:
         plan = self.plan
         if id(plan) not in self._weightless:
             plain = _plain_layers(plan)
-            others = [n.op.module for n in plan.graph.nodes if n.layer is not None and n.op.path not in plain]
-            bare = all(m is not None and next(m.parameters(), None) is None for m in others)
+            others = [m for path, m in plan.modules() if path not in plain]
+            bare = plan.graph is None or all(next(m.parameters(), None) is None for m in others)
             self._weightless[id(plan)] = bare and not plan.needs_gains
         return self._weightless[id(plan)]
 
@@ -166,6 +168,7 @@ class Gains:
 
     def _snapshot(self, numerics: Numerics) -> None:
         self._numerics, self._gain, self._then = numerics, {}, {}
+        assert self.plan.graph is not None
         for node in self.plan.graph.nodes:
             module = node.op.module
             if node.layer is None or module is None or not is_layer(module) or node.op.path in self._gain:
@@ -245,16 +248,10 @@ class WeightClipper:
             self.strategy(weight, limit, norm)
 
 
-def _plain_layers(plan: Plan) -> dict[str, nn.Module]:
+def _plain_layers(plan: Plan | OpenPlan) -> dict[str, nn.Module]:
     """Linear and Conv layers that compute with their weight itself."""
-    found = {}
-    for node in plan.graph.nodes:
-        module = node.op.module
-        if node.layer is None or module is None or not is_layer(module):
-            continue
-        if not hasattr(module, "effective_weight"):
-            found[node.op.path] = module
-    return found
+    layers = plan.modules()
+    return {path: m for path, m in layers if is_layer(m) and not hasattr(m, "effective_weight")}
 
 
 @functools.cache
@@ -262,6 +259,21 @@ def _products(cuda: bool) -> tuple[Any, Any]:
     """torch's settings of matrix products and convolutions."""
     backends = cast(Any, torch.backends)
     return (backends.cuda.matmul, backends.cudnn.conv) if cuda else (backends.mkldnn.matmul, backends.mkldnn.conv)
+
+
+@contextlib.contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Inside, passes round as float32 does: without autocast, TF32 or bfloat16 products."""
+    kinds = _products(device.type == "cuda")
+    before = [kind.fp32_precision for kind in kinds]
+    try:
+        for kind in kinds:
+            kind.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for kind, precision in zip(kinds, before, strict=True):
+            kind.fp32_precision = precision
 
 
 def numerics_for(device: torch.device, autocast: torch.dtype | None) -> Numerics:

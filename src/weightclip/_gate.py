@@ -1,165 +1,170 @@
-"""Doors of a private model: what enters is projected, and gradients come in through the certified loss alone."""
+"""Where a private model ends: what it returns is cut off from it, and gradients come in through the private loss alone.
+
+Which promise needs it: record independence (SOUNDNESS section 7, i) is tested for the model and for the loss; between
+them nothing may mix records. Sizes of gradients need no guard here: those are limited at the product.
+"""
 
 from __future__ import annotations
 
-import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
-from weightclip._graph import refuse_other_shapes
-from weightclip._row_kernels import fits, project
-from weightclip._torch import data_parallel_active, same_memory, tree_leaves, tree_map_only, version_of
+from weightclip._example import Call, Signature, signature
+from weightclip._torch import data_parallel_active, same_memory, version_of
+from weightclip._trees import map_tensors, tensors_of
 from weightclip.errors import ContractError
 from weightclip.factors import is_plain
-from weightclip.factors._limits import Eager, transforming
+from weightclip.factors._limits import Eager
 
-_HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "Squeeze", "Unsqueeze", "Transpose", "T",
           "Permute", "Select", "Slice")  # fmt: skip
+_COPIES = ("Clone", "ToCopy")  # contiguous(), float()
 # where the model ends: the wall; in a compiled model its graph, or a private layer that broke the graph
 _ENDS = {"_WallBackward", "CompiledFunctionBackward", "_StashBackward"} | {
     f"Eager{kind}FunctionBackward" for kind in ("Dense", "Conv", "Affine", "Embedding")
 }
 
 
-def project_records(x: Tensor, radius: float, detach: bool = False) -> Tensor:
-    """Each record's l2 projection on the ball of ``radius``; a record with a NaN or infinite entry becomes zeros.
+class Entrance:
+    """Forward pre-hook of the model: notes the public shape of a pass under gradients, before it runs.
 
-    Args:
-        x: Floating-point records on dimension 0.
-        radius: Public radius; infinite: only non-finite records change.
-        detach: Treat the scale as constant in the backward pass (non-expansive in every norm).
-
-    Formal guarantees:
-        l2 norm of each record at most ``radius`` up to float32 rounding, whatever its entries; l2 gain 1; records are
-        never mixed.
-    """
-    if x.dim() < 2:
-        return project_records(x.unsqueeze(1), radius, detach).squeeze(1) if x.dim() else x
-    dims = tuple(range(1, x.dim()))
-    wide = x.float() if x.dtype in _HALF else x
-    if not x.requires_grad and wide.dtype == torch.float32 and not transforming():
-        return _project_values(wide, radius * (1 - _HALF.get(x.dtype, 0.0)), dims).to(x.dtype)
-    largest = torch.linalg.vector_norm(wide.detach(), math.inf, dims, keepdim=True)  # not finite if an entry is not
-    finite = torch.isfinite(largest)
-    clean = torch.where(finite, wide, torch.zeros((), dtype=wide.dtype, device=x.device))
-    if math.isinf(radius):
-        return clean.to(x.dtype)
-    radius = radius * (1 - _HALF.get(x.dtype, 0.0))  # rounding to half precision must not lead out of the ball
-    # entries are divided by the largest one first: squares neither overflow nor vanish
-    tiny = torch.finfo(wide.dtype).tiny
-    largest = torch.where(finite, largest, torch.full_like(largest, tiny)).clamp(min=tiny)
-    unit = clean / largest
-    norm = torch.linalg.vector_norm(unit.detach() if detach else unit, 2, dims, keepdim=True).clamp(min=0.5)
-    inside = largest * norm.detach() <= radius  # norm is at least 1 but for a zero record
-    return torch.where(inside, clean, unit * (radius / norm)).to(x.dtype)
-
-
-def _project_values(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
-    """The same in few passes, where no derivative is asked for: squares of float32 fit into float64."""
-    if x.device.type == "cpu" and radius >= 1e-10:  # smaller norms may be squares that vanish
-        if math.isinf(radius) and math.isfinite(x.sum().item()):  # an entry that is not finite would show in the sum
-            return x
-        norm = torch.linalg.vector_norm(x, 2, dims, keepdim=True)
-        scaled = x if math.isinf(radius) else x * _over(radius, norm).clamp_(max=1.0)
-        if x.shape[0] == 0 or float(norm.max()) < 1e15:  # no NaN, and no square is infinite: float32 will do
-            return scaled
-        good = (norm < 1e15).flatten()
-        # the way a record takes depends on itself alone: the others must not round differently because of it
-        scaled = scaled.clone() if scaled is x else scaled
-        scaled[~good] = _project_widely(x[~good], radius, dims)
-        return scaled
-    return project(x, radius) if fits(x) else _project_widely(x, radius, dims)
-
-
-def _over(radius: float, norm: Tensor) -> Tensor:
-    """``radius / norm`` as torch computes it, in fewer passes."""
-    return norm.reciprocal() if radius == 1 else norm.reciprocal().mul_(radius)
-
-
-def _project_widely(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
-    """For records of any size, by norms in float64."""
-    norm = torch.linalg.vector_norm(x, 2, dims, keepdim=True, dtype=torch.float64)
-    if math.isinf(radius):
-        scaled = x
-    else:  # in two steps: the scale of a huge record may be subnormal, and would round up to twice its value
-        scale = (radius / norm).clamp(max=1.0)  # a zero record: min(inf, 1)
-        scaled = (x * scale.clamp(min=2.0**-100).float()).mul_((scale * 2.0**100).clamp(max=1.0).float())
-    return torch.where(torch.isfinite(norm), scaled, torch.zeros((), device=x.device))
-
-
-class InputProjection:
-    """Forward pre-hook: every floating-point tensor among the arguments, named or nested, is projected.
-
-    Formal guarantees:
-        Those of :func:`project_records`, for each argument on its own.
+    Which promise needs it: rows of a product are records as the test of independence has seen it (condition b), and
+    rounding is allowed for, at the shapes that were tested; integers where floats were declared would pass a projection
+    unseen. Passes of other shapes are tested before their loss is admitted (``tested`` knows a signature), or refused
+    where a certificate was made for one shape.
     """
 
     _weightclip = True
 
-    def __init__(self, radius: float = math.inf, detach: bool = False) -> None:
-        self.radius, self.detach = radius, detach
+    def __init__(self, call: Call, fixed: bool) -> None:
+        self.first = signature(call.args, call.kwargs)
+        self.fixed = fixed
+        self.last: Signature = self.first
+        self.calls: dict[Signature, Call] = {self.first: call.zeros()}  # one call of each signature, for the test
+        self._floating = self._kinds(self.first)
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if is_plain():
-            return None
-        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # the usual case
-            return (self._project(args[0]),), kwargs
-        return tree_map_only(Tensor, self._project, (args, kwargs))
-
-    def _project(self, x: Tensor) -> Tensor:
-        return project_records(x, self.radius, self.detach) if x.is_floating_point() else x
-
-
-class ShapeGuard:
-    """Forward pre-hook of the model: under gradients, records must have the shape that was certified.
-
-    Which promise needs it: the rounding of norms and sums was allowed for at these sizes; and integers where floats
-    were declared would pass the projection unseen.
-    """
-
-    _weightclip = True
-
-    def __init__(self, shapes: list[tuple[int, ...]], example: Any = ()) -> None:
-        self.shapes = shapes
-        self.floating = [t.is_floating_point() for t in tree_leaves(example) if isinstance(t, Tensor)]
+    @staticmethod
+    def _kinds(found: Signature) -> dict[Any, bool]:
+        """Which inputs are floating-point."""
+        paths = [i for i, part in enumerate(found) if isinstance(part, torch.dtype)]
+        return {found[i - 2]: found[i].is_floating_point for i in paths}
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not is_plain() and torch.is_grad_enabled():
-            usual = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
-            leaves = args if usual else tree_leaves((args, kwargs))
-            refuse_other_shapes(self.shapes, leaves)
-            floating = [t.is_floating_point() for t in leaves if isinstance(t, Tensor)]
-            if self.floating and floating != self.floating:
+        if is_plain() or not torch.is_grad_enabled():
+            return
+        self.last = found = signature(args, kwargs)
+        if found != self.first and found not in self.calls:
+            self._meet(found, args, kwargs)
+
+    def call(self, found: Signature) -> Call:
+        """A call of this signature, without its values."""
+        if found not in self.calls:
+            if len(found) != 3:
                 raise ContractError(
-                    "the model got integers where make_private saw floating-point records (or the other way round): "
-                    "convert the records (x.float()), or give make_private an example= of this type."
+                    "a compiled model got inputs of a new shape: pass make_private an example= of it, or call the "
+                    "model uncompiled once."
                 )
+            _, shape, dtype = found
+            like = self.calls[self.first].tensors[0]
+            self.calls[found] = Call((torch.zeros((2, *shape), dtype=dtype, device=like.device),), {})
+        return self.calls[found]
+
+    def _meet(self, found: Signature, args: Any, kwargs: Any) -> None:
+        """A shape that was not seen before."""
+        kinds = self._kinds(found)
+        if any(kinds.get(path, kind) != kind for path, kind in self._floating.items()):
+            raise ContractError(
+                "the model got integers where make_private saw floating-point records (or the other way round): "
+                "convert the records (x.float()), or give make_private an example= of this type."
+            )
+        if self.fixed and _shapes(found) != _shapes(self.first):
+            raise ContractError(
+                f"the model got records of shape {_shapes(found)} but is certified for {_shapes(self.first)}: bounds "
+                "grow with the size of the input. Pass records of the certified shape, or give make_private an "
+                "example= of this one."
+            )
+        if not torch.compiler.is_compiling():
+            self.calls[found] = Call(args, kwargs).zeros()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _open_door  # copies and saved models leave the engine behind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _left_behind, ()
+
+
+def _open_door(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """What is left of an entrance in a copy of the model."""
+
+
+def _left_behind() -> Any:
+    return _open_door
+
+
+def _shapes(found: Signature) -> list[tuple[int, ...]]:
+    return [tuple(part) for part in found if isinstance(part, torch.Size)]
 
 
 @dataclass
 class Passage:
     """One forward pass under gradients."""
 
-    output: Tensor  # the end of the model's own graph
-    version: int
     autocast: torch.dtype | None
+    signature: Signature
+    modes: tuple[bool, ...]
     compiled: bool = False
-    given: Tensor | None = None  # the gradient that the private loss sends back to the output
+    ends: list[Tensor] = field(default_factory=list)  # of the model's own graph: every tensor that it returns
+    versions: list[int] = field(default_factory=list)
+    given: dict[int, Tensor] = field(default_factory=dict)  # the gradients that the private loss sends back to them
+    folds: tuple[frozenset[int], ...] = ()  # of each layer, rows that may belong to one record
 
-    def lay_out(self, logits: Tensor, gradient: Tensor) -> Tensor:
-        """``gradient``, at a view of the output, as a gradient at the output itself."""
-        output = self.output
-        if _laid_alike(logits, output):
+    def add(self, end: Tensor) -> int:
+        """One more tensor that the model returns; its number."""
+        self.ends.append(end)
+        self.versions.append(version_of(end))
+        return len(self.ends) - 1
+
+
+@dataclass
+class Argument:
+    """A tensor the private loss is taken of: an output of the model, a view or a copy of one.
+
+    Attributes:
+        value: The tensor.
+        passage: The pass that made it.
+        end: Which of the pass's outputs it is made of.
+        fold: Rows of it for each record (positions folded into the batch dimension).
+        edge: Where it leaves the wall, if copies lie between.
+    """
+
+    value: Tensor
+    passage: Passage
+    end: int
+    fold: int = 1
+    edge: GradientEdge | None = None
+
+    def lay_out(self, gradient: Tensor) -> Tensor:
+        """``gradient``, at the argument, as a gradient at the model's output itself."""
+        if self.edge is not None:
+            return _pulled(self.value, self.edge, gradient)
+        end, value = self.passage.ends[self.end], self.value
+        if _laid_alike(value, end):
             return gradient
-        full = torch.empty_strided(output.shape, output.stride(), dtype=gradient.dtype, device=gradient.device).zero_()
-        offset = logits.storage_offset() - output.storage_offset()
-        full.as_strided(logits.shape, logits.stride(), offset).copy_(gradient)
+        full = torch.empty_strided(end.shape, end.stride(), dtype=gradient.dtype, device=gradient.device).zero_()
+        offset = value.storage_offset() - end.storage_offset()
+        full.as_strided(value.shape, value.stride(), offset).copy_(gradient)
         return full
+
+
+def _pulled(value: Tensor, edge: GradientEdge, gradient: Tensor) -> Tensor:
+    """A gradient through the copies and views between an argument of the loss and the wall."""
+    (found,) = torch.autograd.grad(value, [edge], gradient.to(value.dtype), retain_graph=True)  # type: ignore[list-item]
+    return found
 
 
 def _laid_alike(a: Tensor, b: Tensor) -> bool:
@@ -168,24 +173,25 @@ def _laid_alike(a: Tensor, b: Tensor) -> bool:
 
 
 class _Wall(Eager):
-    """The model's output, cut off from the model: a backward pass ends here, and must bring the private loss alone."""
+    """An output of the model, cut off from it: a backward pass ends here, and must bring the private loss alone."""
 
     @staticmethod
-    def forward(ctx, anchor: Tensor, passage: Passage, engine: Any) -> Tensor:
-        ctx.passage, ctx.engine = passage, engine
-        return passage.output.detach()
+    def forward(ctx, anchor: Tensor, passage: Passage, end: int, engine: Any) -> Tensor:
+        ctx.passage, ctx.end, ctx.engine = passage, end, engine
+        return passage.ends[end].detach()
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        given, engine = ctx.passage.given, ctx.engine()
+        given, engine = ctx.passage.given.get(ctx.end), ctx.engine()
         if given is None or not (_same_place(given, gradient) or torch.equal(given, gradient)):
             if engine is not None:
                 engine._drop_sum()
             raise ContractError(
                 "backward() reached the model's output with a gradient that is not the private loss's: use the "
-                "criterion that make_private returned, alone, with no other term on the model's output."
+                "criterion that make_private returned, alone, with no other term on the model's output (a loss that "
+                "the model computes itself averages over the batch: take criterion(out.logits, labels) instead)."
             )
-        return None, None, None
+        return None, None, None, None
 
 
 def _same_place(a: Tensor, b: Tensor) -> bool:
@@ -204,6 +210,11 @@ class Layout:
     def of(cls, tensor: Tensor) -> Layout:
         """The layout of ``tensor``."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+    def grouped(self, fold: int) -> Layout:
+        """With ``fold`` rows of each record on a dimension of their own."""
+        (n, *shape), (step, *stride) = self.shape, self.stride
+        return Layout((n // fold, fold, *shape), (step * fold, step, *stride), self.offset)
 
     def places(self) -> Tensor:
         """Storage places of the first record's entries, sorted."""
@@ -226,47 +237,55 @@ def keeps_records(view: Layout, output: Layout) -> bool:
     return bool((mine.diff() > 0).all()) and bool(torch.isin(mine, theirs).all())
 
 
-def _source(node: Any) -> Any:
-    """The wall or compiled graph from which a tensor descends by views alone; None after any other operation."""
+def copies_records(value: Tensor, edge: GradientEdge, fold: int) -> bool:
+    """The same through copies, by what two gradients become: each row's record number, and ones."""
+    record = torch.arange(value.shape[0], device=value.device).div(fold, rounding_mode="floor") + 1.0
+    marks = record.view(-1, *(1,) * (value.dim() - 1)).expand_as(value)
+    found, ones = (_pulled(value, edge, g).double() for g in (marks, torch.ones_like(marks)))
+    mine = torch.arange(found.shape[0], device=value.device).view(-1, *(1,) * (found.dim() - 1)) + 1.0
+    return bool(((ones == 0) | (ones == 1)).all()) and bool((found == ones * mine).all())
+
+
+def _source(node: Any) -> tuple[Any, int, bool]:
+    """The wall or compiled graph a tensor descends from by views and copies alone, and whether there are copies."""
+    copied, place = False, 0
     while node is not None:
         name = type(node).__name__
         if name in _ENDS:
-            return node
-        if name.split("Backward")[0] not in _VIEWS:
-            return None
-        node = node.next_functions[0][0]
-    return None
+            return node, place, copied
+        kind = name.split("Backward")[0]
+        if kind not in _VIEWS and kind not in _COPIES:
+            break
+        copied = copied or kind in _COPIES
+        node, place = node.next_functions[0]
+    return None, 0, copied
 
 
 class OutputGate:
     """Forward hook behind which the model's parameters are out of reach (SOUNDNESS section 1, step 2).
 
-    The output it hands out is cut off from the model: backward passes through it end there, and raise if they bring
-    anything but the private loss. Only the private criterion knows the way on, for its own gradient, and only from a
-    tensor that :meth:`enter` recognises as the model's output.
-
-    Which promise needs it: record independence (SOUNDNESS section 7, i) covers the model and the loss; between them
-    nothing may mix records. Sizes of gradients it need not guard: those are limited at the product.
+    Every tensor that the model returns, wherever in a tuple, mapping or dataclass, is cut off from the model: backward
+    passes through it end there, and raise if they bring anything but the private loss. Only the private criterion knows
+    the way on, for its own gradient, and only from tensors that :meth:`enter` recognises as the model's outputs.
     """
 
     _weightclip = True
 
-    def __init__(self, engine: Any, device: torch.device) -> None:
+    def __init__(self, engine: Any, device: torch.device, entrance: Entrance) -> None:
         self.engine: weakref.ref[Any] | None = weakref.ref(engine)
-        self.device = device.type
-        self.compiled_output: Tensor | None = None
-        self.compiled_autocast: torch.dtype | None = None
+        self.device, self.entrance = device.type, entrance
+        self.compiled: tuple[Any, torch.dtype | None] | None = None
         self.anchor = torch.zeros((), requires_grad=True)
         self._views: set[tuple[Layout, Layout]] = set()
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if is_plain() or not (isinstance(output, Tensor) and output.requires_grad):
+        if is_plain() or not torch.is_grad_enabled():
             return None
         enabled = torch.is_autocast_enabled(self.device)
         autocast = torch.get_autocast_dtype(self.device) if enabled else None
         if torch.compiler.is_compiling():
-            # traced as an assignment: outside the graph the criterion meets this very tensor
-            self.compiled_output, self.compiled_autocast = output, autocast
+            # traced as an assignment: outside the graph the criterion meets these very tensors
+            self.compiled = output, autocast
             return None
         engine = None if self.engine is None else self.engine()
         if engine is None:
@@ -275,43 +294,85 @@ class OutputGate:
             raise ContractError("the private model runs as a replica (DataParallel): use one process and one device.")
         if data_parallel_active():
             raise ContractError("DistributedDataParallel averages raw gradients before the noise: use the plain model.")
-        return _Wall.apply(self.anchor, Passage(output, version_of(output), autocast), self.engine)
+        passage = Passage(autocast, self.entrance.last, engine._watch.modes())
+
+        def cut(end: Tensor) -> Tensor:
+            place = passage.add(end)
+            return _Wall.apply(self.anchor, passage, place, self.engine) if end.requires_grad else end
+
+        return cut(output) if isinstance(output, Tensor) else map_tensors(cut, output)
 
     def clear(self) -> None:
         """Forget a compiled pass over an earlier batch."""
-        self.compiled_output = None
+        self.compiled = None
 
-    def enter(self, logits: Tensor) -> Passage:
-        """The forward pass that made ``logits``; raises unless it is the private model's output or a view of it."""
-        node = _source(logits.grad_fn)
+    def enter(self, values: list[Tensor], records: int, modes: tuple[bool, ...], folds: bool) -> list[Argument]:
+        """The arguments of a loss, all of one forward pass; raises unless each is an output of it or a view or copy.
+
+        Args:
+            values: What the loss is taken of.
+            records: Rows of the batch.
+            modes: Which modules train now, where the pass itself could not tell (a compiled one).
+            folds: Whether several rows may belong to one record.
+        """
+        compiled = None
+        if self.compiled is not None:
+            output, autocast = self.compiled
+            compiled = Passage(autocast, self.entrance.last, modes, compiled=True)
+            for end in tensors_of(output):
+                compiled.add(end)
+        if not values:
+            raise ContractError("the loss got no output of the model that has a row for each record.")
+        found = [self._enter(value, records, compiled, folds) for value in values]
+        if any(argument.passage is not found[0].passage for argument in found):
+            raise ContractError("the loss was taken of outputs of several calls of the model: call it once a batch.")
+        return found
+
+    def _enter(self, value: Tensor, records: int, compiled: Passage | None, folds: bool) -> Argument:
+        node, place, copied = _source(value.grad_fn)
         passage: Passage | None = getattr(node, "passage", None)
-        if node is not None and passage is None and self.compiled_output is not None:
-            passage = Passage(self.compiled_output, version_of(logits), self.compiled_autocast, compiled=True)
-        if passage is None or not same_memory(passage.output, logits):
+        end = getattr(node, "end", None)
+        if node is not None and passage is None and compiled is not None:
+            same = [i for i, t in enumerate(compiled.ends) if same_memory(t, value)]
+            passage, end = compiled, same[0] if same else None
+        if node is None or passage is None or end is None or not (copied or same_memory(passage.ends[end], value)):
             raise ContractError(
                 "the private criterion must get the output of the private model, called as model(x) (views of it are "
                 "fine): move other operations into the model, where they can be certified."
             )
-        if passage.version != version_of(logits):
+        output = passage.ends[end]
+        if passage.versions[end] != version_of(output):
             raise ContractError("the model's output was changed in place before the loss: use a new tensor.")
-        if _laid_alike(logits, passage.output):  # the usual case
-            return passage
-        pair = Layout.of(logits), Layout.of(passage.output)
-        if pair not in self._views:
-            if not keeps_records(*pair):
-                raise ContractError(
-                    f"the loss got a view of shape {tuple(logits.shape)} that mixes or repeats records of the model's "
-                    "output: keep records on dimension 0."
-                )
-            self._views = {*list(self._views)[:63], pair}
-        return passage
+        fold = value.shape[0] // records if value.dim() and folds and value.shape[0] % records == 0 else 1
+        if output.shape[:1] != (records,) or value.shape[:1] != (records * fold,):
+            raise ContractError(
+                f"the loss got {tuple(value.shape)} of an output of shape {tuple(output.shape)} for {records} records: "
+                "pass the loader's batch unchanged, and keep records on dimension 0 of what the model returns."
+            )
+        if copied:
+            edge = GradientEdge(node, place)
+            if passage.compiled or not copies_records(value, edge, fold):
+                raise ContractError(_MIXED.format(tuple(value.shape)))
+            return Argument(value, passage, end, fold, edge)
+        if not _laid_alike(value, output):
+            pair = Layout.of(value), Layout.of(output)
+            if pair not in self._views:
+                if not keeps_records(pair[0] if fold == 1 else pair[0].grouped(fold), pair[1]):
+                    raise ContractError(_MIXED.format(tuple(value.shape)))
+                self._views = {*list(self._views)[:63], pair}
+        return Argument(value, passage, end, fold)
 
     def __getstate__(self) -> dict[str, Any]:
         # copies and saved models leave the engine behind
-        return {"engine": None, "device": self.device, "compiled_output": None, "compiled_autocast": None,
-                "anchor": None, "_views": set()}  # fmt: skip
+        return {"engine": None, "device": self.device, "entrance": None, "compiled": None, "anchor": None,
+                "_views": set()}  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OutputGate:
         copy = OutputGate.__new__(OutputGate)
         copy.__dict__.update(self.__getstate__())
         return copy
+
+
+_MIXED = (
+    "the loss got a view of shape {} that mixes or repeats records of the model's output: keep records on dimension 0."
+)

@@ -8,23 +8,22 @@ the way: every activation keeps the symbolic record dimension in front, and each
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from weightclip._graph_safety import (
-    refuse_batch_size,
-    refuse_cast,
-    refuse_unseen_writes,
-)
 from weightclip._torch import AnyBatchNorm, forward_hooks
 from weightclip.bounds import Edge, LayerRule, Op, Rule, layer_rule, module_rule, operator_rule
-from weightclip.errors import CertificationError, ContractError
+from weightclip.errors import CertificationError
 from weightclip.factors import plain_forward
 
+_aten = torch.ops.aten
+# composite operators that may return their own input without saying so in their schema
+_SILENT = {_aten.dropout, _aten.feature_dropout, _aten.type_as}
+# arguments of these are shapes: the check that records stay on dimension 0 covers them
+_TAKE_SIZES = {_aten.view, _aten.reshape, _aten._unsafe_view, _aten.expand, _aten.broadcast_to, _aten.unflatten}
 _REFUSED = {
     AnyBatchNorm: "batch normalisation mixes records; use weightclip.nn.SafeGroupNorm",
     nn.MultiheadAttention: "nn.MultiheadAttention hides its layers; build attention from nn.Linear and "
@@ -55,20 +54,6 @@ class Graph:
 
     nodes: list[Node]
     output: int
-    inputs: list[int] = field(default_factory=list)
-
-    def refuse_other_shapes(self, *args: Any) -> None:
-        """Bounds hold for the shapes they were certified at: inputs of any other shape are an error.
-
-        Args:
-            args: What the model is called with; tensors are compared in order, but for their number of records.
-        """
-        refuse_other_shapes(self.input_shapes, args)
-
-    @property
-    def input_shapes(self) -> list[tuple[int, ...]]:
-        """Shape of one record of each input."""
-        return [self.nodes[i].op.out_shape for i in self.inputs]
 
     def layers(self) -> dict[str, list[int]]:
         """Module path -> nodes, for every layer with parameters, in order of first use."""
@@ -79,25 +64,13 @@ class Graph:
         return found
 
 
-def refuse_other_shapes(certified: list[tuple[int, ...]], args: Iterable[Any]) -> None:
-    """See :meth:`Graph.refuse_other_shapes`."""
-    given = [tuple(a.shape[1:]) for a in args if isinstance(a, Tensor)]
-    if given != certified:
-        raise ContractError(
-            f"the model got records of shape {given} but is certified for {certified}: bounds grow with the size "
-            "of the input. Pass records of the certified shape, or give make_private an example= of this one."
-        )
-
-
 def trace(model: nn.Module, example: Any) -> Graph:
     """The graph of ``model`` on inputs shaped like ``example`` (a batch or a tuple of batches; only shapes matter)."""
     _refuse_modules(model)
     args = tuple(example) if isinstance(example, (tuple, list)) else (example,)
     args = tuple(_two_records(a) for a in args)
     program = _export(model, args)
-    graph = _Contraction(model, program).graph()
-    refuse_unseen_writes(program)
-    return graph
+    return _Contraction(model, program).graph()
 
 
 def _two_records(value: Any) -> Any:
@@ -168,11 +141,10 @@ class _Contraction:
 
     def graph(self) -> Graph:
         regions = self._regions()
-        inputs = []
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 if node.name in self.user_inputs and isinstance(node.meta.get("val"), Tensor):
-                    inputs.append(self._add_input(node))
+                    self._add_input(node)
             elif node.op == "call_function":
                 region = regions.get(node)
                 if not _has_tensor(node) or not node.users:  # sizes, assertions about metadata, results nobody reads
@@ -182,7 +154,8 @@ class _Contraction:
                 elif self._depends(node):
                     self._add_operator(node)
             elif node.op == "output":
-                return Graph(self.nodes, self._find_output(node), inputs)
+                self._refuse_unseen_writes()
+                return Graph(self.nodes, self._find_output(node))
         raise CertificationError("the model has no output.")
 
     def _regions(self) -> dict[fx.Node, _Region]:
@@ -215,13 +188,12 @@ class _Contraction:
             )
         return bool(used)
 
-    def _add_input(self, node: fx.Node) -> int:
+    def _add_input(self, node: fx.Node) -> None:
         value = node.meta["val"]
         self.batch = value.shape[0]
         shape, floating = self._record_shape(node, value), value.dtype.is_floating_point
         self.nodes.append(Node(Op(node.name, "input", (), {}, (), shape, floating=floating), ()))
         self.index[node] = len(self.nodes) - 1
-        return self.index[node]
 
     def _record_shape(self, node: fx.Node, value: Any) -> tuple[int, ...]:
         if isinstance(value, (list, tuple)):
@@ -245,6 +217,7 @@ class _Contraction:
                 "...) or put the operation in a module and register a rule for its type."
             )
         edges: list[int] = []
+        packet = getattr(node.target, "overloadpacket", None)
 
         def convert(value: Any) -> Any:
             if isinstance(value, fx.Node):
@@ -255,8 +228,10 @@ class _Contraction:
                     return self.constants[value.name]
                 if isinstance(value.meta.get("val"), Tensor):
                     return _derived_constant(self.program, value)
-                refuse_batch_size(node, value.meta.get("val"))
-                return value.meta.get("val", value)
+                size = value.meta.get("val", value)
+                if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) and packet not in _TAKE_SIZES:
+                    raise self._no_rule(node, "depends on the number of records in the batch", "use a constant")
+                return size
             if isinstance(value, (list, tuple)):
                 return type(value)(convert(v) for v in value)
             return value
@@ -265,12 +240,38 @@ class _Contraction:
         kwargs = {k: convert(v) for k, v in node.kwargs.items()}
         shapes = tuple(self.nodes[e].op.out_shape for e in edges)
         result = node.meta["val"]
-        refuse_cast(node, result, any(self.nodes[e].op.floating for e in edges))
+        narrow = isinstance(result, Tensor) and (not result.dtype.is_floating_point or result.dtype.itemsize < 4)
+        if narrow and any(self.nodes[e].op.floating for e in edges):
+            fix = "keep activations in float32 and train under torch.autocast"
+            raise self._no_rule(node, f"casts activations to {result.dtype}, which keeps no norm", fix)
         floating = not isinstance(result, Tensor) or result.dtype.is_floating_point
         op = Op(node.name, kind, args, kwargs, shapes, self._record_shape(node, result), floating=floating)
         rule(op, 2.0)  # refuses here, at the node, rather than later
         self.nodes.append(Node(op, tuple(edges), rule=rule))
         self.index[node] = len(self.nodes) - 1
+
+    @staticmethod
+    def _no_rule(node: fx.Node, what: str, fix: str) -> CertificationError:
+        return CertificationError(f"node '{node.name}' ({node.target}) {what}. Fix: {fix}.")
+
+    def _refuse_unseen_writes(self) -> None:
+        """The walk follows values, not memory: after ``y[:, 0].mul_(9)`` it would take ``y`` for what it was before.
+
+        Which promise needs it: that a certificate is true, so that its limits never act. No limit rests on it.
+        """
+        nodes = list(self.program.graph.nodes)
+        order = {node: i for i, node in enumerate(nodes)}
+        base: dict[fx.Node, fx.Node] = {}
+        for node in nodes:
+            base[node] = base[node.all_input_nodes[0]] if _shares_memory(node) else node
+        for node in nodes:
+            for written in _written(node):
+                if base[written].op == "placeholder" and base[written].name not in self.user_inputs:
+                    name = base[written].target
+                    raise self._no_rule(node, f"changes the model's own '{name}' in forward", "keep it constant there")
+                others = [n for n in nodes if base[n] is base[written] and order[n] < order[node]]
+                if any(order[user] > order[node] for n in others for user in n.users):
+                    raise self._no_rule(node, "writes in place into what is read later", "return a new tensor")
 
     def _find_output(self, node: fx.Node) -> int:
         outputs = [n for n in node.args[0] if isinstance(n, fx.Node) and n in self.index]  # type: ignore[union-attr]
@@ -317,6 +318,25 @@ class _Region:
             self.rule(op, 2.0)
         walk.nodes.append(Node(op, edges, rule=self.rule if self.layer is None else None, layer=self.layer))
         walk.index[node] = len(walk.nodes) - 1
+
+
+def _shares_memory(node: fx.Node) -> bool:
+    """Whether this node's value may be its first input under another name."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    schema: Any = getattr(node.target, "_schema", None)
+    if schema is None:
+        return True  # operator.getitem
+    return any(r.alias_info is not None for r in schema.returns) or node.target.overloadpacket in _SILENT  # type: ignore
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    schema: Any = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return []
+    values = dict(zip([a.name for a in schema.arguments], node.args, strict=False)) | node.kwargs
+    found = [values.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [v for w in found for v in (w if isinstance(w, (list, tuple)) else [w]) if isinstance(v, fx.Node)]
 
 
 def _has_tensor(node: fx.Node) -> bool:

@@ -1,30 +1,51 @@
 """Record independence, tested on public random numbers before training (SOUNDNESS section 7, assumption i).
 
 Limits at the product make one record's own contribution small. That a record changes nobody else's contribution is a
-property of the user's model: a mean over the batch, a running statistic or a branch on the batch size breaks it. Where
-a graph was traced, its rules show it; everywhere it is tested here, on the model as it will be trained.
+property of the user's model: a mean over the batch, a running statistic or a branch on the batch size breaks it. It is
+tested here, on the model as it will be trained, and once more for every public shape of records that comes later.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weightclip._torch import AnyDropout
+from weightclip._example import Call
+from weightclip._gains import exact_products
+from weightclip._torch import AnyBatchNorm, AnyDropout
+from weightclip._trees import tensors_of
+from weightclip.certificate import Use
 from weightclip.errors import ContractError
+from weightclip.factors import Collector
 
 _SIZES = (7, 2, 1)
-_CLOSE = 1e-3  # of the largest entry: kernels round rows differently at different batch sizes
+_CLOSE, _HALF = 1e-3, 5e-2  # of the largest entry: kernels round rows differently at different batch sizes
 
-Facts = list[Tensor]  # sketches of the output, then of both factors of every product: one row for each record
+
+@dataclass
+class Facts:
+    """What one pass over a public batch showed, as sketches with one row for each record.
+
+    Attributes:
+        outputs: Of what the model returns, by place; None for a tensor that has no row for each record.
+        factors: Of both factors of every product.
+        uses: The products of each layer, by its entry's number: (rows for each record, shapes).
+    """
+
+    outputs: list[Tensor | None] = field(default_factory=list)
+    factors: list[Tensor] = field(default_factory=list)
+    uses: dict[int, list[tuple[int, Use]]] = field(default_factory=dict)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)  # of one record of each output
+    half: bool = False  # whether the model computes in half precision of its own
 
 
 class Probe:
-    """Runs the private model on public batches and notes its output and the factors of all its products.
+    """Runs the private model on public batches and notes its outputs and the factors of all its products.
 
     Args:
         model: The model, as it is trained; called under gradients.
@@ -35,39 +56,48 @@ class Probe:
     """
 
     def __init__(
-        self, model: nn.Module, collector: Any, cut: Callable[[int], contextlib.AbstractContextManager],
+        self, model: nn.Module, collector: Collector, cut: Callable[[int], contextlib.AbstractContextManager],
         again: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ) -> None:  # fmt: skip
         self.model, self.collector, self.cut, self.again = model, collector, cut, again
+        self.failure: Exception | None = None  # why a batch could not be run
 
-    def __call__(self, inputs: Sequence[Any], masks: int = 0) -> Facts:
-        """Output and factors for one batch; the same random numbers for every call with the same ``masks``."""
-        facts: Facts = []
-        rows = next(t.shape[0] for t in inputs if isinstance(t, Tensor))
+    def __call__(self, call: Call, masks: int = 0) -> Facts:
+        """Outputs and factors for one batch; the same random numbers for every call with the same ``masks``."""
+        facts = Facts()
+        rows = next(t.shape[0] for t in call.tensors if t.dim())
+        numbers = {id(entry): i for i, entry in enumerate(self.collector.entries)}
 
         def look(entry: Any, x: Tensor, d: Tensor) -> None:
-            for factor in (x, d):
-                if factor.shape[0] != rows:
-                    raise ContractError(
-                        f"a {type(entry.layer)._wc_native.__name__} layer runs on {factor.shape[0]} rows in a batch of "
-                        f"{rows} records: keep records on dimension 0 (positions behind it)."
-                    )
-                facts.append(_sketch(factor.detach()))
+            fold, rest = divmod(x.shape[0], rows)
+            if rest or fold == 0 or d.shape[0] != x.shape[0] or (fold > 1 and not self.collector.folds):
+                raise ContractError(
+                    f"a {type(entry.layer)._wc_native.__name__} layer runs on {x.shape[0]} rows in a batch of {rows} "
+                    "records: keep records on dimension 0 (positions behind it)."
+                )
+            facts.factors += [_sketch(t.detach().reshape(rows, fold, *t.shape[1:])) for t in (x, d)]
+            facts.half = facts.half or d.dtype.itemsize < 4
+            several = (fold,) if fold > 1 else ()
+            use = Use((*several, *x.shape[1:]), (*several, *d.shape[1:]))
+            facts.uses.setdefault(numbers[id(entry)], []).append((fold, use))
 
         with self.cut(masks):
-            output = self.model(*inputs)
-            if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != rows:
-                raise ContractError("the model must return one tensor with records on dimension 0.")
-            if not output.requires_grad:
-                return [_sketch(output.detach())]
-            gradient = _waves(output)
-            self.collector.probe = look
-            try:
-                with self.collector.collection(rows), self.again():
-                    self.collector.backward(output, gradient, [])
-            finally:
-                self.collector.probe = None
-        return [_sketch(output.detach()), *facts]
+            outputs = tensors_of(call(self.model))
+            kept = [t.dim() > 0 and t.shape[0] == rows for t in outputs]
+            if not any(kept):
+                raise ContractError("the model must return a tensor with records on dimension 0.")
+            facts.outputs = [_sketch(t.detach()) if k else None for t, k in zip(outputs, kept, strict=True)]
+            facts.shapes = [tuple(t.shape[1:]) for t in outputs]
+            facts.half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in outputs)
+            ends = [t for t, k in zip(outputs, kept, strict=True) if k and t.requires_grad]
+            if ends:
+                self.collector.probe = look
+                try:
+                    with self.collector.collection(rows), self.again():
+                        self.collector.backward(ends, [_waves(end) for end in ends], [])
+                finally:
+                    self.collector.probe = None
+        return facts
 
 
 def _wave(n: int, device: torch.device, pitch: float = 1.0) -> Tensor:
@@ -100,72 +130,83 @@ def _quiet_modules(model: nn.Module, still: bool) -> Iterator[None]:
             module.training = True
 
 
-def check_independence(probe: Probe, example: Sequence[Any], size: int) -> bool:
+def refuse_mixing(model: nn.Module) -> None:
+    """Refuse, by name, modules that are known to mix records."""
+    for path, module in model.named_modules():
+        if isinstance(module, AnyBatchNorm) and (module.training or not module.track_running_stats):
+            raise ContractError(
+                f"module '{path}' ({type(module).__name__}): batch normalisation mixes records; use "
+                "weightclip.nn.SafeGroupNorm or nn.GroupNorm, or freeze it with eval() and requires_grad_(False)."
+            )
+
+
+def check_independence(probe: Probe, call: Call, size: int) -> Facts | None:
     """Refuse a model in which one record changes another's output or product.
 
     On random public records, at batch sizes 1, 2, 7 and ``size``: one record is changed, one is taken away, records
     change places, and another batch comes before. Nobody else's output, input factor or cotangent may move.
 
     Formal guarantees:
-        Reads shapes and types of ``example`` only. A test, no proof: a branch on values that random records never take
-        is not found. Returns whether random records could be run at all; the report says which it was.
+        Reads shapes and types of ``call`` only. A test, no proof: a branch on values that random records never take is
+        not found. Returns what was seen; None where random records could not be run at all.
     """
-    model, tested = probe.model, False
+    seen: Facts | None = None
     for n in dict.fromkeys((*_SIZES, max(1, size))):
-        here, there = _records(example, n, 1), _records(example, n, 2)
-        with _quiet_modules(model, False):
-            base = _run(probe, here)
-            if base is None:
-                continue  # values or a batch size the model does not take
-            tested = True
-            if n > 1:
-                changed = [_put(a, b, n // 2) for a, b in zip(here, there, strict=True)]
-                _compare(base, probe(changed), [i for i in range(n) if i != n // 2], None, "changing one record")
-        with _quiet_modules(model, True):
-            base = probe(here)
-            if not _alike(base, probe(here, masks=1)):
-                continue  # random numbers of the model's own: places in the stream move with the records
-            probe(there)
-            _compare(base, probe(here), list(range(n)), None, "a batch that came before (state kept in the model)")
-            if n == 1:
-                continue
-            kept = [i for i in range(n) if i != n // 2]
-            fewer = [t[kept] if isinstance(t, Tensor) else t for t in here]
-            _compare(base, probe(fewer), kept, list(range(n - 1)), "removing one record")
-            order = list(range(n))[::-1]
-            moved = [t[order] if isinstance(t, Tensor) else t for t in here]
-            _compare(base, probe(moved), order, list(range(n)), "moving records to other places")
-    return tested
+        with exact_products(call.tensors[0].device):
+            base = _check_size(probe, call, n)
+        if base is not None:
+            seen = base if seen is None else _both(seen, base)
+    return seen
 
 
-def _run(probe: Probe, inputs: Sequence[Any]) -> Facts | None:
+def _check_size(probe: Probe, call: Call, n: int) -> Facts | None:
+    """All comparisons at one batch size; None where the model does not take it."""
+    here, there = call.random(n, 1), call.random(n, 2)
+    everyone, others = list(range(n)), [i for i in range(n) if i != n // 2]
+    with _quiet_modules(probe.model, False):
+        seen = _run(probe, here)
+        if seen is None:
+            return None
+        if n > 1:
+            changed = _zip(here, there, lambda a, b: _put(a, b, n // 2))
+            _compare(seen, probe(changed), others, None, "changing one record")
+    with _quiet_modules(probe.model, True):
+        base = probe(here)
+        if not _alike(base, probe(here, masks=1)):
+            return seen  # random numbers of the model's own: places in the stream move with the records
+        probe(there)
+        _compare(base, probe(here), everyone, None, "a batch that came before (state kept in the model)")
+        if n > 1:
+            fewer = here.map(lambda t: t[others] if t.dim() else t)
+            _compare(base, probe(fewer), others, everyone[:-1], "removing one record")
+            moved = here.map(lambda t: t.flip(0) if t.dim() else t)
+            _compare(base, probe(moved), everyone[::-1], everyone, "moving records to other places")
+    return seen
+
+
+def _both(seen: Facts, more: Facts) -> Facts:
+    """The first facts, less the outputs that have no row for each record at another batch size."""
+    pairs = zip(seen.outputs, more.outputs, strict=False)
+    return Facts([a if b is not None else None for a, b in pairs], [], seen.uses, seen.shapes)
+
+
+def _run(probe: Probe, call: Call) -> Facts | None:
     try:
-        return probe(inputs)
-    except (RuntimeError, IndexError) as error:
+        return probe(call)
+    except (RuntimeError, IndexError, ValueError) as error:
         if isinstance(error, ContractError):
             raise
+        probe.failure = error
         return None
 
 
-def _records(example: Sequence[Any], n: int, seed: int) -> list[Any]:
-    """Random records shaped like the example; integers are 0 or 1, which every table of tokens has."""
-    generator = torch.Generator().manual_seed(seed)
-    found: list[Any] = []
-    for value in example:
-        if not isinstance(value, Tensor):
-            found.append(value)
-            continue
-        shape = (n, *value.shape[1:])
-        if value.is_floating_point():
-            new = torch.randn(shape, generator=generator)
-        else:
-            new = torch.randint(0, 2, shape, generator=generator)
-        found.append(new.to(value.device, value.dtype))
-    return found
+def _zip(a: Call, b: Call, act: Callable[[Tensor, Tensor], Tensor]) -> Call:
+    others = iter(b.tensors)
+    return a.map(lambda t: act(t, next(others)))
 
 
-def _put(a: Any, b: Any, i: int) -> Any:
-    if not isinstance(a, Tensor):
+def _put(a: Tensor, b: Tensor, i: int) -> Tensor:
+    if not a.dim():
         return a
     a = a.clone()
     a[i] = 3 * b[i] if a.is_floating_point() else 1 - a[i] if a.dtype != torch.bool else ~a[i]
@@ -174,20 +215,24 @@ def _put(a: Any, b: Any, i: int) -> Any:
 
 def _compare(base: Facts, other: Facts, rows: list[int], places: list[int] | None, what: str) -> None:
     """Rows of ``base`` must be those at ``places`` of ``other`` (the same rows by default)."""
-    if not _alike([a[rows] for a in base], [b[rows if places is None else places] for b in other]):
+    if not _alike(base, other, rows, rows if places is None else places):
         raise ContractError(
             f"the model mixes records: {what} changed another record's output or gradient. Batch statistics, means "
             "over the batch, state kept between batches and branches on the batch size cannot be made private."
         )
 
 
-def _alike(base: Facts, other: Facts) -> bool:
-    return len(base) == len(other) and all(map(_close, base, other))
+def _alike(base: Facts, other: Facts, rows: Any = slice(None), places: Any = slice(None)) -> bool:
+    if len(base.outputs) != len(other.outputs) or len(base.factors) != len(other.factors):
+        return False
+    pairs = [*zip(base.outputs, other.outputs, strict=True), *zip(base.factors, other.factors, strict=True)]
+    share = _HALF if base.half else _CLOSE
+    return all(_close(a[rows], b[places], share) for a, b in pairs if a is not None and b is not None)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _close(a: Tensor, b: Tensor, share: float) -> bool:
     if a.shape != b.shape or not a.numel():
         return a.shape == b.shape
     a, b = a.double(), b.double()
-    near = (a - b).abs() <= _CLOSE * a.abs().max().clamp(min=1e-30)
+    near = (a - b).abs() <= share * a.abs().max().clamp(min=1e-30)
     return bool((near | ~torch.isfinite(a)).all())

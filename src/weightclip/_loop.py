@@ -14,20 +14,24 @@ from torch import Tensor, nn
 from weightclip._adaptive import Quantiles
 from weightclip._criterion import PrivateCriterion
 from weightclip._digest import tensors_digest
+from weightclip._example import Call
 from weightclip._gains import Gains, WeightClipper, numerics_for
-from weightclip._gate import OutputGate, Passage
+from weightclip._gate import Argument, Entrance, OutputGate, Passage
+from weightclip._install import Tested, test_records
 from weightclip._knorm import Entrywise
 from weightclip._ledger import Ledger
+from weightclip._open import OpenPlan
 from weightclip._randomness import ForwardRandomness
 from weightclip._record import Recorder
 from weightclip._release import Release
 from weightclip._streams import Streams
-from weightclip._validate import refuse_closure
+from weightclip._validate import evaluate_closure, refuse_scaler
 from weightclip._watch import Watch, refuse_stray_gradients
 from weightclip.certificate import Evaluation, Plan, build_plan
 from weightclip.config import Bounds
 from weightclip.errors import BudgetSpent, CertificationError, ContractError
 from weightclip.factors import Collector, Limits, Product
+from weightclip.losses import Loss
 from weightclip.sampling import BatchInfo, PoissonLoader
 
 _NOT_FINITE = (
@@ -57,10 +61,14 @@ class TrainingLoop:
     budget: int | None
     steps: int
     _ledger: Ledger | None
-    plan: Plan
-    _plans: dict[tuple[bool, ...], Plan]
+    plan: Plan | OpenPlan
+    _plans: dict[tuple[bool, ...], Plan | OpenPlan]
+    _tested: dict[Any, Tested | None]  # by (signature, modes)
+    _entrance: Entrance
+    output_shape: tuple[int, ...]  # of one record of the model's output
     _loss_bounds: dict[tuple[int, ...], float]
-    _example: tuple[Any, ...]
+    _call: Call  # how the model is called
+    _loss: Loss
     _gains: Gains
     _clip: WeightClipper
     _release: Release
@@ -73,7 +81,6 @@ class TrainingLoop:
     _handles: list[Any]  # of hooks that detach() removes
     _amp_before: Any = None
     _model_draws: bool = False
-    _independence: bool = False  # whether it could be tested
     products: dict[str, Product]
     noise_multiplier: float
     expected_batch_size: float
@@ -125,34 +132,55 @@ class TrainingLoop:
 
     # -- the loss -----------------------------------------------------------------------------------------------------
 
-    def _begin_loss(self, logits: Tensor) -> tuple[Passage, Tensor | None]:
-        """Called by the criterion: checks the contract, brings the bounds up to date; (forward pass, batch's mask)."""
-        with _ONE_LOSS:  # two threads must not both be admitted
-            return self._begin(logits)
+    def _records(self) -> int:
+        """Rows that the present batch has in the model."""
+        return 0 if self._info is None else self._info.rows * self.views
 
-    def _begin(self, logits: Tensor) -> tuple[Passage, Tensor | None]:
+    def _begin_loss(self, values: list[Tensor]) -> tuple[list[Argument], Tensor | None]:
+        """Called by the criterion: checks the contract, brings the bounds up to date; (arguments, batch's mask)."""
+        with _ONE_LOSS:  # two threads must not both be admitted
+            return self._begin(values)
+
+    def _begin(self, values: list[Tensor]) -> tuple[list[Argument], Tensor | None]:
         info = self._admit()
-        if logits.shape[:1] != (info.rows * self.views,):
-            of = "" if self.views == 1 else f" of {self.views} views each"
-            raise ContractError(
-                f"the model returned {tuple(logits.shape)} for {info.rows} records{of}: pass the loader's batch "
-                "unchanged."
-            )
-        passage = self._gate.enter(logits)
+        arguments = self._gate.enter(values, self._records(), self._watch.modes(), self.plan.graph is None)
+        passage, value = arguments[0].passage, arguments[0].value
+        if len({argument.fold for argument in arguments}) > 1:
+            raise ContractError("the loss got outputs with different numbers of rows: fold positions into all or none.")
+        grown = self._test(passage, [argument.end for argument in arguments])
         autocast = passage.autocast
-        if autocast is None and logits.dtype in (torch.bfloat16, torch.float16):
-            autocast = logits.dtype
+        if autocast is None and value.dtype in (torch.bfloat16, torch.float16):
+            autocast = value.dtype
         if autocast == torch.float16:
             raise ContractError("float16 overflows depending on the data: use torch.autocast with bfloat16.")
-        settings = (autocast, self._watch.modes(), tuple(logits.shape[1:]))
+        shape = tuple(value.shape[1:]) if len(arguments) == 1 else ()
+        settings = (autocast, self._watch.modes(), shape)
         if not self._graded:
             self._drop_sum()  # empty, unless a step was interrupted between its charge and its end
             self._settings = settings
             self._certify_step(*settings)
-        elif settings != self._settings:
+        elif grown:  # what is allowed for rounding; limits themselves are constants
+            self._certify_step(*settings)
+        elif self.plan.graph is not None and settings != self._settings:
             raise ContractError("autocast, train()/eval() or the shape of the output changed within one draw.")
         self._reserve(info)
-        return passage, info.mask if info.mask is None else info.mask.repeat_interleave(self.views)
+        return arguments, info.mask if info.mask is None else info.mask.repeat_interleave(self.views)
+
+    def _test(self, passage: Passage, ends: list[int]) -> bool:
+        """Records of this public shape, in these modes, must have passed the test of independence; whether it was new.
+
+        Which promise needs it: record independence (SOUNDNESS section 7, i), and rows that are records (b).
+        """
+        key = passage.signature, passage.modes
+        new = key not in self._tested
+        if new:
+            self._tested[key] = test_records(self, *key)  # type: ignore[arg-type]
+        found = self._tested[key]
+        if found is not None:
+            passage.folds = found.folds
+            if not found.outputs.issuperset(ends):
+                raise ContractError("the loss got an output of the model that has no row for each record.")
+        return new
 
     def _admit(self) -> BatchInfo:
         """The batch whose loss may be taken now; raises where the contract or the budget does not allow it."""
@@ -278,8 +306,10 @@ class TrainingLoop:
     def _use_mode(self, modes: tuple[bool, ...]) -> None:
         """train() and eval() are different functions: each has a graph of its own."""
         assert self.model is not None
+        if self.plan.graph is None:
+            return
         if modes not in self._plans:
-            plan = build_plan(self.model, self.criterion.loss, self.bounds, self._example)
+            plan = build_plan(self.model, self.criterion.loss, self.bounds, self._call.args)
             if list(plan.layers) != list(self.plan.layers):
                 raise ContractError(
                     "train() and eval() use other layers: make the model private in the mode it trains in."
@@ -298,14 +328,14 @@ class TrainingLoop:
         numerics = numerics_for(self.device, self._autocast)
         with torch.no_grad():
             found = self.plan.evaluate(numerics, self._gains.current(numerics, self.steps))
-            return found if self._entrywise is None else self._entrywise(self.plan, found, numerics)
+            if self._entrywise is None or not isinstance(self.plan, Plan):
+                return found
+            return self._entrywise(self.plan, found, numerics)
 
     # -- the backward pass --------------------------------------------------------------------------------------------
 
-    def _collect(
-        self, output: Tensor, gradient: Tensor, graded: set[tuple[int, int]], mask: Tensor | None = None
-    ) -> None:
-        """A backward pass of its own, from the model's output with the loss's gradient, into the engine's sum.
+    def _collect(self, passage: Passage, graded: set[tuple[int, int]], mask: Tensor | None = None) -> None:
+        """A backward pass of its own, from the model's outputs with the loss's gradients, into the engine's sum.
 
         It runs inside the user's backward pass. ``graded`` is what the loss was taken into: a loss that is older than
         the present sum belongs to a draw that was released or dropped.
@@ -315,7 +345,7 @@ class TrainingLoop:
         for block in self._release.blocks:
             block.parameter.grad = None
         try:
-            self._pass(output, gradient, self._release.parameters, mask)
+            self._pass(passage, self._release.parameters, mask)
         except BaseException:  # what is left of this draw lacks records: it must not be released, whoever goes on
             self._broken = None if self._info is None else self._info.draw
             self._drop_sum()
@@ -336,12 +366,15 @@ class TrainingLoop:
                     "loss itself, or declare the constant with make_private(loss_scale=...)."
                 )
 
-    def _pass(self, output: Tensor, gradient: Tensor, leaves: Sequence[Tensor], mask: Tensor | None = None) -> None:
+    def _pass(self, passage: Passage, leaves: Sequence[Tensor], mask: Tensor | None = None) -> None:
         """Products of all private layers go to the sum; ``leaves`` (the parameters) must get nothing from autograd."""
         # activations that are computed again may draw again
         drawing = self._randomness.scope() if self._randomness.draws else contextlib.nullcontext()
-        with self._collector.collection(gradient.shape[0], mask), drawing:
-            stray = self._collector.backward(output, gradient, leaves)
+        ends, gradients = [passage.ends[i] for i in passage.given], list(passage.given.values())
+        for entry, folds in zip(self._collector.entries, passage.folds, strict=False):
+            entry.folds = folds
+        with self._collector.collection(ends[0].shape[0], mask), drawing:
+            stray = self._collector.backward(ends, gradients, leaves)
             if stray:
                 raise ContractError(
                     f"parameter '{self._names[stray[0]]}' reaches the loss outside its private layer, where nothing "
@@ -361,8 +394,16 @@ class TrainingLoop:
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_closure(args[1:] if args and args[0] is optimizer else args, kwargs, optimizer)
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        refuse_scaler(optimizer)
+        evaluated = evaluate_closure(args, kwargs)
+        self._release_step(optimizer)
+        return evaluated
+
+    def _release_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """What a call of ``step()`` releases: nothing before the last piece of a draw."""
         if self._released:  # a fused step has charged and set its gradients already
             self._released = self._skip = False
             refuse_stray_gradients(optimizer, self._trained)

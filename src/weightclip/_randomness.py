@@ -133,6 +133,11 @@ class ForwardRandomness:
         self._calls, self._owner = calls, None
         self._stack.clear()
 
+    @property
+    def calls(self) -> int:
+        """Calls over the present batch."""
+        return self._calls
+
     def enter(self) -> None:
         """Take the generators."""
         thread = threading.get_ident()
@@ -198,7 +203,7 @@ class ForwardHook:
         return ForwardHook, (None, self.first)
 
 
-def model_draws(model: nn.Module, example: tuple[Any, ...]) -> bool:
+def model_draws(model: nn.Module, run: Callable[[nn.Module], Any]) -> bool:
     """Whether a forward in training mode, or in the present one, moves a generator; a pass that fails counts as yes.
 
     Buffers are cloned for the passes and every generator gets its state back.
@@ -211,7 +216,7 @@ def model_draws(model: nn.Module, example: tuple[Any, ...]) -> bool:
     def moves() -> bool:
         generators.seed(b"probe")
         before = generators.look()
-        model(*example)
+        run(model)
         return before != generators.look()
 
     try:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from weightclip._knorm import KNorm, fill_, spread
+from weightclip._open import OpenPlan
 from weightclip._row_kernels import fits, scale_blocks_
 from weightclip._streams import NOISE, Streams
-from weightclip._torch import add_all_, multiply_all_, norms_of_all, split_like
-from weightclip.bounds import layer_rule
-from weightclip.certificate import Evaluation, Plan
+from weightclip._torch import ConvNd, add_all_, multiply_all_, norms_of_all, split_like
+from weightclip.certificate import Evaluation, Plan, Use
 from weightclip.factors import Product
 from weightclip.mechanisms import Allocation, constant, floored, floored_at, joint_multiplier, round_release_
 
@@ -45,7 +45,7 @@ class Release:
     """
 
     def __init__(
-        self, plan: Plan, allocation: Allocation, sigma: float, batch: float, slack: Sequence[float],
+        self, plan: Plan | OpenPlan, allocation: Allocation, sigma: float, batch: float, slack: Sequence[float],
         in_pieces: bool = False, views: int = 1, grid: float | None = None, knorm: KNorm | None = None,
     ) -> None:  # fmt: skip
         self.views, self.grid, self.knorm = views, grid, knorm
@@ -55,14 +55,12 @@ class Release:
         self.joint = [plan.bounds.of("joint_cap", path) for path in plan.layers]
         for k, path in enumerate(plan.layers):
             module = plan.model.get_submodule(path)
-            rule = layer_rule(module)
-            assert rule is not None
-            self.dims.append(rule.dimension(module))
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad:
-                    beta = (plan.bounds.of("bias_scale", path) or 1.0) if name == "bias" else 1.0
-                    back = getattr(module, "pull_back", None) if name == "weight" else None
-                    self.blocks.append(Block(parameter, k, beta, back))
+            trained = [(name, p) for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+            self.dims.append(sum(p.numel() for _, p in trained))
+            for name, parameter in trained:
+                beta = (plan.bounds.of("bias_scale", path) or 1.0) if name == "bias" else 1.0
+                back = getattr(module, "pull_back", None) if name == "weight" else None
+                self.blocks.append(Block(parameter, k, beta, back))
         self.parameters = [b.parameter for b in self.blocks]
         wide = any(b.parameter.dtype == torch.float64 for b in self.blocks)
         self.sizes = [b.parameter.numel() for b in self.blocks]
@@ -218,7 +216,7 @@ class Release:
 
 
 def sum_slack(
-    plan: Plan, products: Mapping[str, Product], b_max: int, physical: int | None, views: int = 1
+    plan: Plan | OpenPlan, products: Mapping[str, Product], b_max: int, physical: int | None, views: int = 1
 ) -> list[float]:
     """Per layer, the factor by which rounding of products and sums over records can enlarge Delta (SOUNDNESS 6).
 
@@ -229,11 +227,11 @@ def sum_slack(
     Views of a record are summed like records, and M Delta_k bounds them together.
     """
     slack = []
-    for path, uses in plan.layers.items():
-        product = products[path]
+    for path in plan.layers:
+        product, uses = products[path], plan.uses(path)
         n, own = 2.0 * len(uses) + 2, 1.0
         if product.dtype != torch.float64 and product.covered:
-            summands = max(_positions(plan, i) for i in uses)
+            summands = max(_positions(plan.model.get_submodule(path), use) for use in uses)
             if product.chunk == 1:
                 own = 1 + (summands + 8) * _U
             else:
@@ -242,10 +240,9 @@ def sum_slack(
     return slack
 
 
-def _positions(plan: Plan, index: int) -> int:
+def _positions(module: nn.Module, use: Use) -> int:
     """Summands one record contributes to one entry of the weight gradient."""
-    op = plan.graph.nodes[index].op
-    out = list(op.out_shape)
-    if "Conv" in op.kind:
-        return max(math.prod(out[1:]), math.prod(op.shapes[0][1:]))
-    return max(1, math.prod(out[:-1]))
+    if isinstance(module, ConvNd):
+        axes = len(module.kernel_size)  # channels are in front of them, rows of a folded record in front of those
+        return max(math.prod(s[: -axes - 1]) * math.prod(s[-axes:]) for s in (use.outside, use.inside))
+    return max(1, math.prod(use.outside[:-1]))

@@ -63,7 +63,7 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
             "physical_batches_per_draw": engine.loader.pieces, "steps": engine.steps, "budget_steps": engine.budget,
             "largest_batch_for_rounding": engine.b_max, "norm_exponent": _number(float(engine.bounds.p)),
             "allocation": repr(engine._release.allocation), "bounds": repr(engine.bounds),
-            "loss": repr(engine.criterion.loss), "loss_bound": engine.plan.loss_bound,
+            "loss": repr(engine.criterion.loss), "loss_bound": _number(engine.plan.loss_bound),
             "augmentation_multiplicity": engine.views, "release_grid": engine._release.grid,
         },
         "mechanisms": [
@@ -86,9 +86,17 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
         "ledger": None if engine._ledger is None else engine._ledger.state(),
         "secure": engine.streams.is_secure,
         "strict": engine.loader.strict,
-        "independence": "tested, and traced" if engine._independence else "traced",
+        "independence": _independence(engine),
         "not_covered": [*NOT_COVERED, *_uncovered(engine)],
     }  # fmt: skip
+
+
+def _independence(engine: PrivacyEngine) -> str:
+    """How it is known that records do not influence each other's products."""
+    tested = any(found is not None for found in engine._tested.values())
+    if engine.plan.graph is None:
+        return "tested"
+    return "tested, and traced" if tested else "traced"
 
 
 def public_constants(engine: PrivacyEngine) -> dict[str, Any]:

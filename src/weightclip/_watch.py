@@ -7,6 +7,8 @@ frozen, cast or moved behind its back; and a buffer written by forward would car
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,6 +47,20 @@ class Watch:
                     f"parameter '{name}' was frozen, unfrozen, moved or cast after make_private: do that first, then "
                     "make the model private."
                 )
+
+
+@contextlib.contextmanager
+def in_modes(model: nn.Module, modes: tuple[bool, ...]) -> Iterator[None]:
+    """Every module in the mode it had in some pass (:meth:`Watch.modes`)."""
+    modules = list(model.modules())
+    before = [module.training for module in modules]
+    try:
+        for module, training in zip(modules, modes, strict=True):
+            module.training = training
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.training = training
 
 
 class BufferGuard:

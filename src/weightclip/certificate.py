@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,29 @@ class Evaluation:
     sensitivity: Scalar
 
 
+@dataclass(frozen=True)
+class Use:
+    """One use of a layer: shapes of one record's input and output there."""
+
+    inside: tuple[int, ...]
+    outside: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Entries of both factors."""
+        return math.prod(self.inside) + math.prod(self.outside)
+
+
+def enforced_to(use: Use) -> float:
+    """What float32 norms and scales leave of a limit that is enforced on one use."""
+    return 1 + (use.size + 64) * _U
+
+
+def room_of(uses: list[Use], layers: int) -> float:
+    """The same for a limit over all uses of a layer, of so many layers."""
+    return max(map(enforced_to, uses)) + (4 * len(uses) + layers) * _U
+
+
 class Plan:
     """The model's graph with the bounds laid on it; evaluated anew whenever weights change.
 
@@ -46,7 +69,7 @@ class Plan:
 
     def __init__(self, model: nn.Module, graph: Graph, bounds: Bounds, loss_bound: float) -> None:
         self.model, self.graph, self.bounds, self.loss_bound = model, graph, bounds, loss_bound
-        _refuse_shared(model)
+        refuse_shared(model)
         self.layers = {
             path: uses
             for path, uses in graph.layers().items()
@@ -87,9 +110,9 @@ class Plan:
         }  # fmt: skip
         names = ("layer_radius", "cotangent_radius", "layer_cap", "joint_cap", "bias_scale")
         self._limits = {(name, path): bounds.of(name, path) for name in names for path in self.layers}
-        # what float32 norms and scales leave of an enforced limit
         ops = {i: graph.nodes[i].op for uses in self.layers.values() for i in uses}
-        self._enforced = {i: 1 + (math.prod(o.out_shape) + math.prod(o.shapes[0]) + 64) * _U for i, o in ops.items()}
+        self._uses = {i: Use(tuple(o.shapes[0]), tuple(o.out_shape)) for i, o in ops.items()}
+        self._enforced = {i: enforced_to(use) for i, use in self._uses.items()}
         self._static = {}
         for i, node in enumerate(graph.nodes):
             if node.rule is not None:
@@ -115,8 +138,17 @@ class Plan:
 
     def room(self, path: str) -> float:
         """What float32 may do to norms and scales of a layer's products: its limit is enforced up to this factor."""
-        uses = self.layers[path]
-        return max(self._enforced[i] for i in uses) + (4 * len(uses) + len(self.layers)) * _U
+        return room_of(self.uses(path), len(self.layers))
+
+    def uses(self, path: str) -> list[Use]:
+        """The uses of a trainable layer."""
+        return [self._uses[i] for i in self.layers[path]]
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All layers with a gain, frozen ones included."""
+        for node in self.graph.nodes:
+            if node.layer is not None and node.op.module is not None:
+                yield node.op.path, node.op.module
 
     def measure(self, path: str, knorm: Any) -> Measure | None:
         """The norm of a layer's certified bound where it is not the product of l2 norms of its factors."""
@@ -151,7 +183,8 @@ class Plan:
             kind = getattr(type(node.op.module), "_wc_native", type(node.op.module)).__name__
             rows.append(Row(path, kind, float(e.gain), float(e.x), float(e.cotangent), float(e.sensitivity) * slack,
                             node.layer.dimension(node.op.module)))  # fmt: skip
-        return Certificate(tuple(rows), self.loss_bound, float(self.bounds.p))
+        joint = tuple(path for path in evaluations if self.bounds.of("joint_cap", path) is not None)
+        return Certificate(tuple(rows), self.loss_bound, float(self.bounds.p), joint)
 
     def _forward(self, numerics: Numerics, known: Mapping[str, Scalar]):
         """Per node: the gain of each edge (chain exponent), and an l2 bound of its output, as enforced."""
@@ -322,7 +355,7 @@ def _greatest(a: Scalar, b: Scalar) -> Scalar:
     return max(a, b)
 
 
-def _refuse_shared(model: nn.Module) -> None:
+def refuse_shared(model: nn.Module) -> None:
     owner: dict[int, str] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -128,6 +128,14 @@ class Bounds:
                  for name in ("joint_cap", "layer_cap", "layer_radius", "cotangent_radius")}  # fmt: skip
         return whole["joint_cap"] or whole["layer_cap"] or (whole["layer_radius"] and whole["cotangent_radius"])
 
+    def is_open(self) -> bool:
+        """Whether no limit asks for a certificate, so that any model of known layers can be trained untraced."""
+        if self.p != 2 or not self.limits_all():
+            return False
+        joint = self.joint_cap is not None and not isinstance(self.joint_cap, Mapping)
+        # elsewhere these may certify less than the limit, and the noise is scaled for the smaller of the two
+        return joint or (self.weight_norm is None and self.input_radius is None and self.limit is None)
+
     def of(self, name: str, path: str) -> float | None:
         """The value of field ``name`` for the layer called ``path``."""
         value = getattr(self, name)

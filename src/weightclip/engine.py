@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from weightclip import _checkpoint, _report
@@ -15,16 +15,19 @@ from weightclip._checkpoint_checks import readable
 from weightclip._criterion import PrivateCriterion
 from weightclip._digest import settings_digest
 from weightclip._draws import TAIL
+from weightclip._example import call_of
 from weightclip._fused_step import FusedStep
 from weightclip._gains import Gains, WeightClipper, numerics_for
-from weightclip._gate import InputProjection, OutputGate
-from weightclip._install import install, product_of, test_independence, uninstall, with_room
+from weightclip._gate import OutputGate
+from weightclip._install import install, output_shape, product_of, refuse_unused, size_up, test_records, uninstall
 from weightclip._knorm import Entrywise, KNorm, calibrate_epsilon0
 from weightclip._ledger import Ledger
 from weightclip._loop import TrainingLoop
+from weightclip._open import OpenPlan
+from weightclip._projection import InputProjection
 from weightclip._randomness import model_draws
 from weightclip._record import Recorder
-from weightclip._release import Release, sum_slack
+from weightclip._release import Release
 from weightclip._streams import Streams
 from weightclip._torch import forward_hooks
 from weightclip._validate import (
@@ -122,7 +125,8 @@ class PrivacyEngine(TrainingLoop):
                 by default the Gaussian.
             loss_scale: A constant by which the loop (or a framework) multiplies the loss before ``backward()``; it
                 changes nothing that is released, and any other factor raises.
-            example: A batch of inputs, if the model's input is not the first element of a batch; only shapes are read.
+            example: A batch of inputs, where they are not the first element of a batch (of a mapping: all but its
+                labels); a tuple or mapping gives several. Only shapes are read.
             strict: Every physical batch has one public shape and records take secret random rows of it, so that
                 kernels whose rounding depends on the shape or on a record's place are covered too; padding costs time.
 
@@ -155,34 +159,37 @@ class PrivacyEngine(TrainingLoop):
                 "Bounds.adaptive follows layer radii and caps under Gaussian noise: drop joint_cap and mechanism."
             )
         loss = recognise(criterion, limited=self.bounds.limits_all())
-        inputs = example if example is not None else _first_input(data_loader)
-        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        self._example = tuple(_zeros_like(a, self.device) for a in inputs)
-        self.plan = build_plan(module, loss, self.bounds, self._example)
-        output_shape = self.plan.graph.nodes[self.plan.graph.output].op.out_shape
-        check_labels(data_loader.dataset, output_shape, loss)
-        self._model_draws = model_draws(module, self._example)
+        self._call = call_of(module, data_loader, example, self.device)
+        is_open = self.bounds.is_open() and mechanism is None
+        self.plan = OpenPlan(module, self.bounds) if is_open else build_plan(module, loss, self.bounds, self._call.args)
+        self._model_draws = model_draws(module, self._call.random(2, 0))
         self._recorder, self._constants = Recorder(self.device), {}
         self._gains = Gains(self.plan, self.bounds, self._recorder)
         self._clip = WeightClipper(module, self.bounds, list(self.plan.layers), self._gains)
         self.products = {path: product_of(self, module, path) for path in self.plan.layers}
         self.b_max = self.loader.b_max
-        slack = sum_slack(self.plan, self.products, self.b_max, max_physical_batch_size, self.views)
-        slack, self._shares = with_room(self, slack)
         self._entrywise = None if mechanism is None else Entrywise(loss, mechanism.p)
         self._autocast = None
         self._release = Release(
-            self.plan, allocation or Equal(), self.noise_multiplier, self.expected_batch_size, slack,
-            in_pieces=max_physical_batch_size is not None, views=self.views, grid=check_grid(release_grid),
-            knorm=mechanism,
+            self.plan, allocation or Equal(), self.noise_multiplier, self.expected_batch_size,
+            [1.0] * len(self.plan.layers), in_pieces=max_physical_batch_size is not None, views=self.views,
+            grid=check_grid(release_grid), knorm=mechanism,
         )  # fmt: skip
-        self._release.scales(self._release.sensitivities(self._evaluate()))  # refuses before anything is changed
         self.model, self.optimizer, self.criterion = module, optimizer, PrivateCriterion(criterion, loss, self)
         self._reset_batch()
         self._info = None
-        install(self)
+        self._watch, self._tested = Watch(module), {}
         try:
-            test_independence(self, min(math.ceil(self.expected_batch_size), max_physical_batch_size or 2**31))
+            install(self)
+            size = min(math.ceil(self.expected_batch_size), max_physical_batch_size or 2**31)
+            first = self._entrance.first, self._watch.modes()
+            tested = test_records(self, *first, size)
+            refuse_unused(self)
+            self.output_shape = output_shape(self, tested)
+            check_labels(data_loader.dataset, self.output_shape, loss)
+            size_up(self)
+            self._tested[first] = tested
+            self._release.scales(self._release.sensitivities(self._evaluate()))  # refuses before anything is released
         except BaseException:
             uninstall(self)
             self.model = None
@@ -192,7 +199,6 @@ class PrivacyEngine(TrainingLoop):
         self._clip()
         self._sensitivities, self._factors = self._release.sensitivities(self._evaluate()), None
         self._set_limits()
-        self._watch = Watch(module)
         self._plans, self._loss_bounds = {self._watch.modes(): self.plan}, {}
         self._resumed, self._uncounted = 0, False
         if not self.streams.is_secure:
@@ -276,7 +282,7 @@ class PrivacyEngine(TrainingLoop):
         if self.model is None:
             raise ContractError("this engine has no model yet: call make_private first.")
         evaluations = self._evaluate()
-        if not self.plan.needs_gains:  # shown all the same
+        if self.plan.graph is not None and not self.plan.needs_gains:  # shown all the same
             shown = self.plan.evaluate(numerics_for(self.device, self._autocast))
             for path, evaluation in evaluations.items():
                 evaluation.gain = shown[path].gain
@@ -321,21 +327,6 @@ class PrivacyEngine(TrainingLoop):
 def _sample_rate(data_loader: DataLoader, sample_rate: float | None) -> float:
     probe = PoissonLoader(data_loader, sample_rate=sample_rate, streams=Streams.secure(), on_batch=lambda info: None)
     return probe.sample_rate
-
-
-def _first_input(data_loader: DataLoader) -> Any:
-    record = data_loader.dataset[0]
-    batch = data_loader.collate_fn([record, record])
-    first = batch[0] if isinstance(batch, (tuple, list)) else batch
-    if not isinstance(first, Tensor):
-        raise WeightclipError(
-            "the model's input is not the first element of a batch: pass example= (a batch of inputs)."
-        )
-    return first
-
-
-def _zeros_like(value: Any, device: torch.device) -> Any:
-    return torch.zeros_like(value, device=device) if isinstance(value, Tensor) else value
 
 
 def engine_of(model: nn.Module) -> PrivacyEngine | None:

@@ -139,6 +139,11 @@ class PoissonLoader:
         return self._cutter.shuffled
 
     @property
+    def piece_size(self) -> int | None:
+        """max_physical_batch_size."""
+        return self._piece_size
+
+    @property
     def pieces(self) -> int:
         """Physical batches of every draw, a public constant."""
         return self._cutter.count

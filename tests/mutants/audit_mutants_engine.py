@@ -28,9 +28,9 @@ from tests.mutants.audit_mutants import (
 
 import weightclip._checkpoint as checkpoint
 import weightclip._gains as gains
-import weightclip._gate as gate
 import weightclip._install as install
 import weightclip._loop as loop
+import weightclip._projection as projection
 import weightclip.certificate as certificate
 import weightclip.engine as engine
 import weightclip.losses as losses
@@ -157,8 +157,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("input projection in the noise, not in the code", "bounds", ALIGNED)
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = gate.project_records
-    patch.setattr(gate, "project_records", lambda x, radius, *rest: original(x, math.inf, *rest))
+    original = projection.project_records
+    patch.setattr(projection, "project_records", lambda x, radius, *rest: original(x, math.inf, *rest))
     _unlimited(patch)
 
 
@@ -168,7 +168,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         norm = x.flatten(1).norm(dim=1).view(-1, *(1,) * (x.dim() - 1))
         return x if math.isinf(radius) else x * (radius / norm.clamp(min=radius))
 
-    patch.setattr(gate, "project_records", naive)
+    patch.setattr(projection, "project_records", naive)
     _unlimited(patch)
 
 

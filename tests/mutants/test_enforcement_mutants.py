@@ -13,7 +13,7 @@ from tests.test_holes import BOUNDS, REFUSED, Branch, Mean, Memory, Running
 
 import weightclip as wc
 from weightclip import _install as install
-from weightclip._gate import ShapeGuard, _Wall
+from weightclip._gate import Entrance, _Wall
 from weightclip._loop import TrainingLoop
 from weightclip._watch import BufferGuard
 from weightclip.factors import Collector, Limits, _collect, _collector, _kinds, _limits, _swap
@@ -109,8 +109,8 @@ def products_pass_through_the_parameters(patch: Patch) -> None:
     def apply(function, layer, x, weight, bias, *conf):
         return _swap._EAGER[function].apply(x, weight, bias, None, 0, layer._wc_limits.clone(), *conf)
 
-    def backward(self, output, gradient, parameters):
-        found = torch.autograd.grad(output, parameters, gradient, allow_unused=True)
+    def backward(self, outputs, gradients, parameters):
+        found = torch.autograd.grad(outputs, parameters, gradients, allow_unused=True)
         for i, g in enumerate(found):
             if g is not None and self.probe is None:
                 self.add(i, g)
@@ -184,8 +184,7 @@ def any_tensor_may_sit_in_a_private_layer(patch: Patch) -> None:
 
 @mutant(refused("integer records", "certified"))
 def integers_pass_unprojected(patch: Patch) -> None:
-    init = ShapeGuard.__init__
-    patch.setattr(ShapeGuard, "__init__", lambda self, shapes, example=(): init(self, shapes))
+    patch.setattr(Entrance, "_kinds", staticmethod(lambda found: {}))
 
 
 def trains_while_another_thread_traces() -> bool:
@@ -200,21 +199,25 @@ def tracing_is_seen_by_every_thread(patch: Patch) -> None:
     patch.setattr(_swap, "is_plain", lambda: _limits._MODE.plain_in is not None)
 
 
+def _only_run(probe, call, size):
+    return probe(call.random(2, 1))
+
+
 for _make in (Branch, Mean, Memory):
     MUTANTS[f"independence is not tested: {_make.__name__}"] = (
-        lambda patch: patch.setattr(install, "check_independence", lambda *args: None), not_made_private(_make)
+        lambda patch: patch.setattr(install, "check_independence", _only_run), not_made_private(_make)
     )  # fmt: skip
 
 
 @mutant(not_made_private(Running))
 def running_statistics_pass(patch: Patch) -> None:
-    patch.setattr(install, "check_independence", lambda *args: None)
+    patch.setattr(install, "check_independence", _only_run)
     patch.setattr(BufferGuard, "after", lambda self, module, args, output: None)
 
 
 @mutant(foreign_terms_are_refused)
 def terms_on_the_output_are_dropped_in_silence(patch: Patch) -> None:
-    patch.setattr(_Wall, "backward", staticmethod(lambda ctx, gradient: (None, None, None)))
+    patch.setattr(_Wall, "backward", staticmethod(lambda ctx, gradient: (None,) * 4))
 
 
 @mutant(foreign_terms_are_refused)

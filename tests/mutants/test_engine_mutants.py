@@ -11,8 +11,8 @@ from torch import Tensor
 
 import weightclip as wc
 from weightclip import _checkpoint
-from weightclip._gate import InputProjection
 from weightclip._loop import TrainingLoop
+from weightclip._projection import InputProjection
 from weightclip._release import Release
 from weightclip._streams import Streams
 from weightclip._watch import Watch
@@ -71,7 +71,12 @@ def divided_by_the_realised_batch_size(patch: Patch) -> None:
 @mutant(checks.the_sum_is_the_sum_over_the_public_batch_size)
 def averaged_over_the_records(patch: Patch) -> None:
     collect = TrainingLoop._collect
-    patch.setattr(TrainingLoop, "_collect", lambda self, output, g, *to: collect(self, output, g / len(g), *to))
+
+    def averaged(self, passage, *to) -> None:
+        passage.given = {end: g / len(g) for end, g in passage.given.items()}
+        collect(self, passage, *to)
+
+    patch.setattr(TrainingLoop, "_collect", averaged)
 
 
 @mutant(checks.empty_draws_are_steps_of_pure_noise)
@@ -254,7 +259,7 @@ def loss_bound_of_the_models_own_output(patch: Patch) -> None:
 
 @mutant(checks.dropout_is_bounded_in_training_mode)
 def certified_in_the_first_mode_only(patch: Patch) -> None:
-    patch.setattr(Watch, "modes", lambda self: ())
+    patch.setattr(Watch, "modes", lambda self: (False,) * len(self._modules))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,7 +141,9 @@ def opened(engine: PrivacyEngine) -> Iterator[None]:
 
 
 def _separate(bounds: Bounds, layers: list[str]) -> Bounds:
-    caps = {p: t for p in layers if (t := bounds.of("joint_cap", p)) is not None}
+    caps = bounds.joint_cap
+    if isinstance(caps, Mapping):
+        caps = {p: t for p in layers if (t := bounds.of("joint_cap", p)) is not None}
     return replace(bounds, joint_cap=None, layer_cap=caps)
 
 
@@ -173,12 +175,11 @@ class _Search:
         sensitivities = engine._release.sensitivities(engine._evaluate())
         self.weights = sensitivities.square().reciprocal()
         self.units = torch.tensor(units_of(engine, sensitivities), dtype=torch.float64).square().reciprocal()
-        node = engine.plan.graph.nodes[engine.plan.graph.output]
         self.radius = engine.bounds.projections().get("", math.inf)
         groups = self.layers + 1
         self.group = torch.arange(groups).repeat_interleave(restarts)
         self.select = torch.nn.functional.one_hot(self.group, groups).double()
-        labels = label_candidates(self.loss, node.op.out_shape, ordinary[1])
+        labels = label_candidates(self.loss, engine.output_shape, ordinary[1])
         self.y = labels[torch.arange(len(self.group)) % len(labels)]
         self.x = _starts(ordinary[0], len(self.group), self.radius)
         self.floating = self.x.is_floating_point()

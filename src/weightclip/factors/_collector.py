@@ -35,6 +35,7 @@ class Entry:
         uses: How many uses share the layer's limit; those beyond contribute nothing.
         joint: t_k under the joint cap, None for a limit of its own.
         measure: The norm of the certified bound, where it is not the product of l2 norms.
+        folds: Rows for each record that its uses may have: what the test of independence has seen (condition b).
     """
 
     layer: Any
@@ -43,6 +44,7 @@ class Entry:
     uses: int = 1
     joint: float | None = None
     measure: _kinds.Measure | None = None
+    folds: frozenset[int] = frozenset({1})  # rows for each record that its uses may have, as the engine has tested
     taken: int = 0
     spent: Tensor | None = None  # what each record has used of the limit in this pass
 
@@ -119,6 +121,8 @@ class Collector:
         record was scaled is private and told to nobody.
     """
 
+    folds = False  # whether rows of one record may follow each other in a product
+
     def __init__(
         self, add: Callable[[int, Tensor], None], caps: int = CHEAPEST, drop: Callable[[], None] = lambda: None
     ) -> None:
@@ -153,8 +157,10 @@ class Collector:
             self.rows = self._mask = None
             self._reset()
 
-    def backward(self, output: Tensor, gradient: Tensor, parameters: Sequence[Tensor]) -> list[int]:
-        """Carry ``gradient`` back from the model's output; products go to the open collection.
+    def backward(
+        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> list[int]:
+        """Carry ``gradients`` back from the model's outputs; products go to the open collection.
 
         Returns:
             Which of the parameters autograd reached all the same, outside their private layers: there must be none.
@@ -162,7 +168,8 @@ class Collector:
         assert self.anchor is not None
         wanted = [i for i, p in enumerate(parameters) if p.requires_grad]
         leaves = [*(parameters[i] for i in wanted), self.anchor]
-        found = torch.autograd.grad(output, leaves, gradient.to(output.dtype), allow_unused=True)
+        given = [g.to(output.dtype) for output, g in zip(outputs, gradients, strict=True)]
+        found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
         return [i for i, g in zip(wanted, found[:-1], strict=True) if g is not None]
 
     def _reset(self) -> None:

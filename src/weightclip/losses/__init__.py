@@ -12,11 +12,13 @@ from weightclip.losses._elementwise import MSE as MSE
 from weightclip.losses._elementwise import BCEWithLogits as BCEWithLogits
 from weightclip.losses._elementwise import Huber as Huber
 from weightclip.losses._elementwise import SmoothL1 as SmoothL1
+from weightclip.losses._language import CausalLM as CausalLM
 from weightclip.losses._recognise import recognise as recognise
 
 __all__ = [
     "MSE",
     "BCEWithLogits",
+    "CausalLM",
     "Cosine",
     "CrossEntropy",
     "Huber",

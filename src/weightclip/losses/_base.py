@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Loss(ABC):
     """
 
     cap: float | None = None
+    takes_trees = False  # whether outputs may be a tuple, mapping or dataclass of tensors (`both_of_tree`)
 
     def values(self, z: Tensor, y: Tensor) -> Tensor:
         """Loss of each record, averaged over its own positions or outputs (their number is fixed by the shape).
@@ -70,6 +72,10 @@ class Loss(ABC):
     def both(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """`values` and `gradient`; a loss that can share work between them overrides this."""
         return self.values(z, y), self.gradient(z, y)
+
+    def both_of_tree(self, z: Any, y: Any) -> tuple[Tensor, list[Tensor | None]]:
+        """`values`, and the gradient at each tensor of `z` that requires one, for outputs that are no single tensor."""
+        raise ContractError(f"{type(self).__name__} takes one tensor of outputs, got {type(z).__name__}")
 
     def bound(self, output_shape: Sequence[int], p: float = 2) -> float:
         """Upper bound of one record's gradient in the norm dual to a chain in `p` (SOUNDNESS, section 3).

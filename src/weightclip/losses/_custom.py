@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightclip._torch import tree_flatten, tree_map
+from weightclip._trees import leaves_of, map_tensors, tensors_of
 from weightclip.errors import ContractError
-from weightclip.losses._base import Loss, Shape, _check_positive
+from weightclip.losses._base import Loss, Shape, _check_positive, _finite, _like_rows, _rows, _work
 
 
 @dataclass(frozen=True, init=False)
@@ -27,6 +27,7 @@ class PerRecordLoss(Loss):
         fn: function (z, y) -> values of shape (N,), differentiable in z.
         bound: l2 bound of one record's gradient at z; None where every layer is limited by a cap or by both radii,
             which needs no bound of the loss (the default bounds do).
+        trees: z may be whatever the model returns (several heads); False: of an output with ``.logits`` fn gets those.
         example: public (z, y) with at least two records, when random labels (0 or 1, or uniform in [0, 1)) will not do.
 
     Formal guarantees:
@@ -38,26 +39,32 @@ class PerRecordLoss(Loss):
     fn: Callable[[Tensor, Any], Tensor]
     cap: float | None
     example: tuple[Tensor, Any] | None = field(compare=False)
+    trees: bool
     _tested: set = field(compare=False, repr=False)
 
     def __init__(
         self, fn: Callable[[Tensor, Any], Tensor], bound: float | None = None,
-        example: tuple[Tensor, Any] | None = None,
+        example: tuple[Tensor, Any] | None = None, trees: bool = True,
     ) -> None:  # fmt: skip
         if not callable(fn):
             raise ContractError(f"PerRecordLoss: fn must be a function (z, y) -> (N,), got {type(fn).__name__}")
         if bound is not None:
             _check_positive("PerRecordLoss", bound=bound)
         cap = None if bound is None else float(bound)
-        for name, value in (("fn", fn), ("cap", cap), ("example", example), ("_tested", set())):
+        for name, value in (("fn", fn), ("cap", cap), ("example", example), ("trees", trees), ("_tested", set())):
             object.__setattr__(self, name, value)
         if example is not None:
             self.check_records(*example)
 
-    def check_records(self, z: Tensor, y: Any) -> None:
+    @property
+    def takes_trees(self) -> bool:  # type: ignore[override]
+        """A function of the user's own may take whatever the model returns."""
+        return self.trees
+
+    def check_records(self, z: Any, y: Any) -> None:
         """Test record independence on public numbers with the shapes of (z, y); ContractError where it fails."""
-        leaves, tree = tree_flatten(y)
-        key = (tree, tuple((t.shape[1:], t.dtype, t.device) for t in [z, *leaves] if isinstance(t, Tensor)))
+        leaves = list(leaves_of((z, y)))
+        key = tuple((path, t.shape[1:], t.dtype, t.device) for path, t in leaves if isinstance(t, Tensor))
         if key in self._tested or torch.compiler.is_compiling():
             return
         first, second = self._public(z, y, 0), self._public(z, y, 1)
@@ -65,48 +72,77 @@ class PerRecordLoss(Loss):
         n = len(v)
         for i in range(n):  # put record i of the second draw into the first, then leave record i out
             others = [j for j in range(n) if j != i]
-            swapped = tree_map(lambda a, b, i=i: _swap(a, b, i), first, second)
-            fewer = tree_map(lambda a, o=others: a[o] if isinstance(a, Tensor) else a, first)
+            new = iter(tensors_of(second))
+            swapped = map_tensors(lambda a, i=i, new=new: _swap(a, next(new), i), first)
+            fewer = map_tensors(lambda a, o=others: a[o] if a.dim() else a, first)
             for (v2, g2), keep in ((self._evaluate(*swapped), others), (self._evaluate(*fewer), slice(None))):
-                if not (_same(v[others], v2[keep]) and _same(g[others], g2[keep])):
+                pairs = [(v, v2), *zip(g, g2, strict=True)]
+                if not all(_same(a[others], b[keep]) for a, b in pairs if a is not None and b is not None):
                     raise ContractError(
                         "PerRecordLoss: fn mixes records (changing or leaving out one record changed another's loss); "
                         "return each record's own value, without averages, sums or random numbers across records"
                     )
         self._tested.add(key)
 
-    def _public(self, z: Tensor, y: Any, draw: int) -> tuple[Tensor, Any]:
+    def _public(self, z: Any, y: Any, draw: int) -> tuple[Any, Any]:
         if self.example is not None:
-            return tree_map(lambda t: t.roll(draw, 0) if isinstance(t, Tensor) else t, self.example)
+            return map_tensors(lambda t: t.roll(draw, 0) if t.dim() else t, self.example)
         generator = torch.Generator().manual_seed(20_240_229 + draw)
 
-        def like(t: Any, signed: bool = False) -> Any:
-            if not isinstance(t, Tensor):
-                return t
-            shape = (3, *t.shape[1:])
+        def like(t: Tensor, signed: bool = False) -> Tensor:
+            shape = (3, *t.shape[1:]) if t.dim() else ()
             if not t.is_floating_point():
                 return torch.randint(0, 2, shape, generator=generator).to(t.device, t.dtype)
             x = torch.randn(shape, generator=generator) if signed else torch.rand(shape, generator=generator)
             return x.to(t.device, t.dtype)
 
-        return like(z, signed=True), tree_map(like, y)
+        return map_tensors(lambda t: like(t, signed=True), z), map_tensors(like, y)
 
-    def _evaluate(self, z: Tensor, y: Any) -> tuple[Tensor, Tensor]:
-        """Values and gradient; differentiable once more where z asks for it."""
-        create = torch.is_grad_enabled() and z.requires_grad
+    def _evaluate(self, z: Any, y: Any) -> tuple[Tensor, list[Tensor | None]]:
+        """Values and a gradient for each floating-point tensor of z; differentiable once more where z asks for it."""
+        leaves = [t for t in tensors_of(z) if t.is_floating_point()]
+        create = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
         with torch.enable_grad():
-            x = z if create else z.detach().requires_grad_()
-            v = self.fn(x, y)
-            if not isinstance(v, Tensor) or v.shape != z.shape[:1]:
+            if not create:
+                z = map_tensors(lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, z)
+                leaves = [t for t in tensors_of(z) if t.is_floating_point()]
+            v = self.fn(z, y)
+            rows = leaves[0].shape[:1]
+            if not isinstance(v, Tensor) or v.shape != rows:
                 got = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
                 raise ContractError(
-                    f"PerRecordLoss: fn must return one value per record, shape {tuple(z.shape[:1])}, got {got}; "
+                    f"PerRecordLoss: fn must return one value per record, shape {tuple(rows)}, got {got}; "
                     "use reduction='none' and average over positions"
                 )
             if not v.requires_grad:
                 raise ContractError("PerRecordLoss: fn does not depend differentiably on the outputs z")
-            (g,) = torch.autograd.grad(v.sum(), x, create_graph=create)
-        return v, g
+            g = torch.autograd.grad(v.sum(), leaves, create_graph=create, allow_unused=True)
+        return v, list(g)
+
+    def both_of_tree(self, z: Any, y: Any) -> tuple[Tensor, list[Tensor | None]]:
+        """Values, and the gradient at each tensor of `z` that requires one (None where the loss does not look at it).
+
+        Formal guarantees:
+            As the class; with a bound, the gradients at all tensors together have at most that norm.
+        """
+        self.check_records(z, y)
+        wanted = [t.requires_grad for t in tensors_of(z) if t.is_floating_point()]
+        ok = torch.stack([_finite(_work(t)) for t in tensors_of(z) if t.is_floating_point() and t.dim()]).all(0)
+        clean = map_tensors(
+            lambda t: torch.where(_like_rows(ok, t), t, 0).detach() if t.is_floating_point() and t.dim() else t, z
+        )
+        v, found = self._evaluate(clean, y)
+        gradients = [g for g, w in zip(found, wanted, strict=True) if w]
+        rows = [_rows(_work(g)) for g in gradients if g is not None]
+        ok = ok & torch.isfinite(v)
+        for row in rows:
+            ok = ok & _finite(row)
+        scale = ok.to(rows[0].dtype)
+        if self.cap is not None:
+            norm = torch.stack([torch.linalg.vector_norm(r, dim=1, dtype=torch.float64) for r in rows]).norm(dim=0)
+            scale = scale * (torch.clamp(self.cap / norm, max=1) * (1 - 2.0**-20)).nan_to_num(0.0).to(scale.dtype)
+        masked = [g if g is None else torch.where(_like_rows(ok, g), g * _like_rows(scale, g), 0) for g in gradients]
+        return torch.where(ok, v.detach(), 0), masked
 
     def _values(self, z: Tensor, y: Any) -> tuple[Tensor, Tensor]:
         self.check_records(z, y)
@@ -115,15 +151,16 @@ class PerRecordLoss(Loss):
 
     def _gradient(self, z: Tensor, y: Any) -> tuple[Tensor, Tensor]:
         self.check_records(z, y)
-        v, g = self._evaluate(z, y)
+        v, (g,) = self._evaluate(z, y)
+        assert g is not None
         return g, torch.isfinite(v)
 
     def _bound(self, shape: Shape, p: float) -> float:
         return math.inf  # nothing is known of fn itself; the cap is the bound
 
 
-def _swap(a: Any, b: Any, i: int) -> Any:
-    if not isinstance(a, Tensor):
+def _swap(a: Tensor, b: Tensor, i: int) -> Tensor:
+    if not a.dim():
         return a
     a = a.clone()
     a[i] = b[i]

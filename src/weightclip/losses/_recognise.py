@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from weightclip._trees import tensors_of
 from weightclip.errors import ContractError
 from weightclip.losses._angular import MultiMargin
 from weightclip.losses._base import Loss
@@ -62,10 +63,19 @@ def _record_by_record(criterion: Any) -> Callable[[Any, Any], Any]:
         unreduced.reduction = "none"
 
     def values(z: Any, y: Any) -> Any:
+        if unreduced is not criterion and isinstance(y, Tensor) and _alike(y, z):
+            y = y.reshape(z.shape)  # (N,) for (N, 1): torch would broadcast records against each other
         found = unreduced(z, y)
-        return found.flatten(1).mean(1) if found.dim() > 1 and found.shape[0] == z.shape[0] else found
+        own = isinstance(found, Tensor) and found.dim() > 1 and found.shape[0] == tensors_of(z)[0].shape[0]
+        return found.flatten(1).mean(1) if own else found
 
     return values
+
+
+def _alike(y: Tensor, z: Tensor) -> bool:
+    """Whether two shapes differ by dimensions of one entry alone."""
+    same = [n for n in y.shape[1:] if n != 1] == [n for n in z.shape[1:] if n != 1]
+    return y.is_floating_point() and y.shape != z.shape and y.shape[:1] == z.shape[:1] and same
 
 
 def recognise(criterion: Any, limited: bool = False) -> Loss:
@@ -99,7 +109,7 @@ def recognise(criterion: Any, limited: bool = False) -> Loss:
                 raise ContractError(f"criterion: options {sorted(options)} of {module.__name__}: {error}") from None
         # Exact types only: a subclass may compute something else.
         if limited and type(criterion) not in _KNOWN and callable(criterion):
-            return PerRecordLoss(_record_by_record(criterion))
+            return PerRecordLoss(_record_by_record(criterion), trees=not isinstance(criterion, nn.Module))
         if type(criterion) in _REFUSED:
             raise ContractError(f"criterion: {type(criterion).__name__} is refused: {_REFUSED[type(criterion)]}")
         if type(criterion) in _KNOWN:

@@ -1,0 +1,106 @@
+"""How a model is called: which part of a batch are its inputs, in which shapes, and public random records like them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from weightclip._trees import leaves_of, map_tensors, tensors_of
+from weightclip.errors import WeightclipError
+
+LABELS = ("label", "labels", "target", "targets", "y")
+Signature = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of the model.
+
+    Formal guarantees:
+        Of private batches only shapes, types and values that are no tensors are kept; tensors hold zeros or random
+        numbers of a fixed seed.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors among the arguments."""
+        return tensors_of((self.args, self.kwargs))
+
+    def map(self, act: Callable[[Tensor], Tensor]) -> Call:
+        """The same call with other tensors."""
+        return Call(*map_tensors(act, (self.args, self.kwargs)))
+
+    def zeros(self, device: torch.device | None = None) -> Call:
+        """Zeros of the same shapes, which take no memory."""
+        return self.map(lambda t: torch.zeros((), dtype=t.dtype, device=device or t.device).expand(t.shape))
+
+    def random(self, n: int, seed: int) -> Call:
+        """n random records; integers are 0 or 1, which every table of tokens has."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def fill(t: Tensor) -> Tensor:
+            shape = (n, *t.shape[1:]) if t.dim() else ()
+            floating = t.is_floating_point()
+            new = (
+                torch.randn(shape, generator=generator) if floating else torch.randint(0, 2, shape, generator=generator)
+            )
+            return new.to(t.device, t.dtype)
+
+        return self.map(fill)
+
+    def __call__(self, model: nn.Module) -> Any:
+        """The model's output."""
+        return model(*self.args, **self.kwargs)
+
+
+def signature(args: Any, kwargs: Any) -> Signature:
+    """What is public of a call: names, shapes of one record, types, and arguments that choose a way (True, a word)."""
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # the usual case
+        return ((0, 0), args[0].shape[1:], args[0].dtype)
+    found: list[Any] = []
+    for path, leaf in leaves_of((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            found += [path, leaf.shape[1:], leaf.dtype]
+        elif leaf is None or isinstance(leaf, (bool, str)):
+            found += [path, leaf]
+    return tuple(found)
+
+
+def call_of(model: nn.Module, loader: DataLoader, example: Any, device: torch.device) -> Call:
+    """The model's inputs in a batch of the loader, or the example that was given instead."""
+    given = example is not None
+    if not given:
+        record = loader.dataset[0]  # only shapes are read
+        example = loader.collate_fn([record, record])
+        if isinstance(example, (tuple, list)):
+            example = example[0] if example else None
+    call = _arguments(model, example, given)
+    if not call.tensors or (not given and not isinstance(example, (Tensor, Mapping))):
+        raise WeightclipError(
+            "the model's input is not the first element of a batch, nor a mapping: pass example= (a batch of inputs)."
+        )
+    return call.zeros(device)
+
+
+def _arguments(model: nn.Module, example: Any, given: bool) -> Call:
+    if isinstance(example, Mapping):
+        inputs = {str(k): v for k, v in example.items() if given or k not in LABELS}
+        return Call((), inputs) if _takes(model, inputs) else Call((example,), {})
+    return Call(tuple(example) if isinstance(example, (tuple, list)) and given else (example,), {})
+
+
+def _takes(model: nn.Module, names: Mapping[str, Any]) -> bool:
+    """Whether the model's forward takes these arguments by name."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(q.kind is q.VAR_KEYWORD for q in parameters):
+        return True
+    return set(names) <= {q.name for q in parameters if q.kind is not q.VAR_POSITIONAL}
