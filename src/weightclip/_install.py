@@ -14,7 +14,7 @@ from weightclip._adaptive import Adaptive, Quantiles
 from weightclip._gate import InputProjection, OutputGate, ShapeGuard
 from weightclip._independence import Probe, check_independence
 from weightclip._randomness import FORWARD, ForwardRandomness
-from weightclip._torch import ConvNd, forward_hooks
+from weightclip._torch import forward_hooks
 from weightclip._watch import BufferGuard
 from weightclip.factors import Collector, Entry, Limits, Product, make_layer_plain, make_layer_private
 
@@ -39,7 +39,7 @@ def with_room(engine: PrivacyEngine, slack: list[float]) -> tuple[list[float], l
 def product_of(engine: PrivacyEngine, module: nn.Module, path: str) -> Product:
     """How the products of one layer are formed."""
     capped = engine.bounds.of("layer_cap", path) is not None or engine.bounds.of("joint_cap", path) is not None
-    return engine.bounds.product.resolve(isinstance(module.get_submodule(path), ConvNd), engine.device, capped)
+    return engine.bounds.product.resolve(module.get_submodule(path), engine.device, capped)
 
 
 def install(engine: PrivacyEngine) -> None:

@@ -78,14 +78,21 @@ def affine_sums(
     x: Tensor, d: Tensor, scale: Tensor | None, like: Tensor, first: int, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of gamma and b summed over records and shared places, each only if wanted."""
-    if first == 1 and like.dim() == 1 and fits(x, d):
-        x, d = (t.reshape(*t.shape[:2], -1) for t in (x, d))  # also without positions
+    if like.dim() == 1 and fits(x, d):
+        x, d = by_channel(x, first), by_channel(d, first)
         bias, weight = record_sums(d, scale, x).unbind()
         return weight if wanted[0] else None, bias if wanted[1] else None
     ds, xs = masked(d, scale, True), masked(x, scale, False)
     return (
         summed(ds * xs, like.shape, first) if wanted[0] else None, summed(ds, like.shape, first) if wanted[1] else None
     )  # fmt: skip
+
+
+def by_channel(value: Tensor, first: int) -> Tensor:
+    """As (records, channels, positions); the parameters' only dimension is ``first``."""
+    if first == 1:
+        return value.reshape(*value.shape[:2], -1)  # also without positions
+    return value.movedim(first, -1).reshape(value.shape[0], -1, value.shape[first]).transpose(1, 2)
 
 
 class AffineFunction(torch.autograd.Function):

@@ -20,6 +20,7 @@ from weightclip.factors._limits import KIND_SHIFT, SMALLEST, TINY, transforming
 
 _TOGETHER = 1 << 30  # multiply-adds below which a launch costs more than what a bias slows the larger kernel down
 _PROGRAMS = 1056  # about eight for each multiprocessor of a large GPU
+_MOST_PARTS = 32  # of a record's squares
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -90,6 +91,8 @@ def dense_gradient(
 
 def laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
     """In the parameter's type and order of entries, in one copy: as it is, autograd and foreach operators take it."""
+    if gradient.dtype == parameter.dtype and gradient.stride() == parameter.stride():
+        return gradient
     return torch.empty_like(parameter).copy_(gradient)
 
 
@@ -144,6 +147,15 @@ def fused_scale(
     """
     out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     x_size, d_size, tiny = x.numel() // len(x), d.numel() // len(d), torch.finfo(torch.float32).tiny
+    parts = parts_of(len(x), max(x_size, d_size))
+    if parts > 1:
+        found = fused_moments(x, d, parts, counts)
+        launch(
+            _kernels().finish, (x.shape[0], 1, 1),
+            found, limits, out, tiny * x_size, tiny * d_size, float(bias), parts, flags, TINY, SMALLEST, _MOST_PARTS,
+            num_warps=1,
+        )  # fmt: skip
+        return out
     last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
     launch(
         _kernels().scales, (x.shape[0], 1, 1),
@@ -152,6 +164,24 @@ def fused_scale(
         x.shape[1] if last else 0, flags, TINY, SMALLEST, 1024 if max(x_size, d_size) > 512 else 128, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def parts_of(records: int, size: int) -> int:
+    """Into how many parts the norms of a record of that size are cut: enough programs for the device, none tiny."""
+    return max(1, min(_MOST_PARTS, _PROGRAMS // max(1, records), size // 4096))
+
+
+def fused_moments(x: Tensor, d: Tensor, parts: int, counts: Tensor | None = None) -> Tensor:
+    """Sums of squares of each record's inputs (weighted by ``counts``) and cotangents: (records, 2, parts), float32."""
+    found = torch.empty(x.shape[0], 2, parts, dtype=torch.float32, device=x.device)
+    last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
+    launch(
+        _kernels().moments, (x.shape[0], parts, 1),
+        x, d, x if counts is None else counts, found, x.numel() // len(x), d.numel() // len(d), x.stride(0),
+        d.stride(0), 1 if counts is None else counts.numel(), counts is not None, x.shape[1] if last else 0, 1024,
+        num_warps=4,
+    )  # fmt: skip
+    return found
 
 
 def fused_norms(x: Tensor, d: Tensor, bias: float, counts: Tensor | None = None) -> Tensor:

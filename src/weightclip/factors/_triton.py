@@ -133,17 +133,96 @@ def scales(
         value = tl.load(d + n * d_step + e, mask=e < d_size, other=0.0).to(tl.float32)
         total += value * value
     d_norm = tl.sqrt_rn(tl.sum(total, 0) + tiny_d)
+    tl.store(out + n, _limited(x_norm, d_norm, limits, FLAGS, FLOOR, SMALLEST))
+
+
+@triton.jit
+def _limited(x_norm, d_norm, limits, FLAGS: tl.constexpr, FLOOR: tl.constexpr, SMALLEST: tl.constexpr):
+    """A record's scale from the norms of its factors, or with FLAGS = 8 their product."""
     if FLAGS == 8:
         product = x_norm * d_norm
-        tl.store(out + n, tl.where(product < float("inf"), product, float("inf")))
-        return
-    scale = x_norm * 0.0 + 1.0
-    if FLAGS & 1:
-        scale = scale * tl.minimum(tl.div_rn(tl.load(limits), tl.maximum(x_norm, FLOOR)), 1.0)
-    if FLAGS & 2:
-        scale = scale * tl.minimum(tl.div_rn(tl.load(limits + 1), tl.maximum(d_norm, FLOOR)), 1.0)
-    if FLAGS & 4:
-        product = scale * x_norm * d_norm
-        scale = scale * tl.minimum(tl.div_rn(tl.load(limits + 2), tl.maximum(product, FLOOR)), 1.0)
-    good = (x_norm < float("inf")) & (d_norm < float("inf")) & (scale < float("inf")) & (scale >= SMALLEST)
-    tl.store(out + n, tl.where(good, scale, 0.0))
+        result = tl.where(product < float("inf"), product, float("inf"))
+    else:
+        scale = x_norm * 0.0 + 1.0
+        if FLAGS & 1:
+            scale = scale * tl.minimum(tl.div_rn(tl.load(limits), tl.maximum(x_norm, FLOOR)), 1.0)
+        if FLAGS & 2:
+            scale = scale * tl.minimum(tl.div_rn(tl.load(limits + 1), tl.maximum(d_norm, FLOOR)), 1.0)
+        if FLAGS & 4:
+            product = scale * x_norm * d_norm
+            scale = scale * tl.minimum(tl.div_rn(tl.load(limits + 2), tl.maximum(product, FLOOR)), 1.0)
+        good = (x_norm < float("inf")) & (d_norm < float("inf")) & (scale < float("inf")) & (scale >= SMALLEST)
+        result = tl.where(good, scale, 0.0)
+    return result
+
+
+@triton.jit
+def moments(
+    x, d, counts, out, x_size, d_size, x_step, d_step, places,
+    WEIGHTED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[record, 0 or 1, part]: sums of squares of one part of a record's inputs and of its cotangents.
+
+    As in ``scales``, for records so few that one program each would leave most of the device idle.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(part * BLOCK, x_size, parts * BLOCK):
+        e = start + tl.arange(0, BLOCK)
+        value = tl.load(x + n * x_step + e, mask=e < x_size, other=0.0).to(tl.float32)
+        square = value * value
+        if WEIGHTED:
+            place = e // CHANNELS if CHANNELS > 0 else e % places
+            square = square * tl.load(counts + place, mask=e < x_size, other=0.0)
+        total += square
+    tl.store(out + n * 2 * parts + part, tl.sum(total, 0))
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(part * BLOCK, d_size, parts * BLOCK):
+        e = start + tl.arange(0, BLOCK)
+        value = tl.load(d + n * d_step + e, mask=e < d_size, other=0.0).to(tl.float32)
+        total += value * value
+    tl.store(out + n * 2 * parts + parts + part, tl.sum(total, 0))
+
+
+@triton.jit
+def finish(
+    found, limits, out, tiny_x, tiny_d, bias, parts,
+    FLAGS: tl.constexpr, FLOOR: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What ``scales`` stores, from the parts that ``moments`` found."""
+    n = tl.program_id(0).to(tl.int64)
+    q = tl.arange(0, BLOCK)
+    x_norm = tl.sqrt_rn(tl.sum(tl.load(found + n * 2 * parts + q, mask=q < parts, other=0.0), 0) + tiny_x + bias)
+    d_norm = tl.sqrt_rn(tl.sum(tl.load(found + n * 2 * parts + parts + q, mask=q < parts, other=0.0), 0) + tiny_d)
+    tl.store(out + n, _limited(x_norm, d_norm, limits, FLAGS, FLOOR, SMALLEST))
+
+
+@triton.jit
+def finish_exact(
+    found, squares, sums, out, tiny_x, tiny_d, bias, beta2, share, rounding, parts, tiles,
+    SUMS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Norm of each record's product from its squares by tile, and what rounding may hide; infinite if not finite.
+
+    ``share`` of the squared product of the factors' norms is what squares may be off (grams cancel), ``rounding`` of
+    that product what the sum that is formed may be. With SUMS, beta2 times the squares of ``sums`` belong to the bias.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    q = tl.arange(0, BLOCK)
+    x2 = tl.sum(tl.load(found + n * 2 * parts + q, mask=q < parts, other=0.0).to(tl.float64), 0) + tiny_x + bias
+    d2 = tl.sum(tl.load(found + n * 2 * parts + parts + q, mask=q < parts, other=0.0).to(tl.float64), 0) + tiny_d
+    total = tl.zeros((TILES,), dtype=tl.float64)
+    for start in range(0, tiles, TILES):
+        e = start + tl.arange(0, TILES)
+        total += tl.load(squares + n * tiles + e, mask=e < tiles, other=0.0).to(tl.float64)
+    square = tl.sum(total, 0)
+    if SUMS:
+        plain = tl.load(sums + n).to(tl.float64)
+        square += beta2 * plain * plain
+    square = tl.where(tl.abs(square) < float("inf"), square, float("inf"))  # NaN as well
+    free = x2 * d2
+    hidden = tiny_x * d2 + tiny_d * x2  # products of tiny numbers vanish in float32
+    square = tl.where(square > 0, square, 0.0) * (1 + 2.0**-15) + share * free + hidden
+    norm = (tl.sqrt(square) + rounding * tl.sqrt(free)).to(tl.float32) * (1 + 2.0**-22)
+    tl.store(out + n, tl.where(norm < float("inf"), norm, float("inf")))
