@@ -38,8 +38,7 @@ def with_room(engine: PrivacyEngine, slack: list[float]) -> tuple[list[float], l
 
 def product_of(engine: PrivacyEngine, module: nn.Module, path: str) -> Product:
     """How the products of one layer are formed."""
-    capped = engine.bounds.of("layer_cap", path) is not None or engine.bounds.of("joint_cap", path) is not None
-    return engine.bounds.product.resolve(module.get_submodule(path), engine.device, capped)
+    return engine.bounds.product.resolve(module.get_submodule(path), engine.device)
 
 
 def install(engine: PrivacyEngine) -> None:

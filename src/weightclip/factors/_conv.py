@@ -107,7 +107,8 @@ def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_pad
     stride, padding, dilation, groups = conf
     if dtype == torch.float64 and by_kernel(x, d, groups, transposed):
         return weight_gradient(x, d, scale, weight.shape[2:], stride, padding, dilation)[0]
-    alone = chunk == 1 and x.device.type == "cpu" and not transforming()  # each record is scaled when its turn comes
+    # each record is scaled when its turn comes, by a plain number
+    alone = chunk == 1 and x.device.type == "cpu" and not transforming() and not torch.is_grad_enabled()
     if not alone:
         d, x = masked(d, scale, True), masked(x, scale, False)
     dtype = torch.promote_types(dtype, x.dtype)  # values of a float64 model may lie beyond float32
@@ -133,12 +134,11 @@ def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_pad
 
 
 def _one_by_one(product: Any, x: Tensor, d: Tensor, scale: Tensor | None, kernel: Tensor) -> Tensor:
-    """Products of one record each, summed in float64; a record's cotangent is scaled while it is in the cache."""
+    """Products of one record each, scaled and summed in float64."""
     total = torch.zeros(kernel.shape, dtype=torch.float64)
     for i, s in enumerate([1.0] * len(x) if scale is None else scale.tolist()):
         if s > 0:  # others contribute exact zeros, whatever they hold
-            part = d[i : i + 1]
-            total.add_(product(x[i : i + 1], part if s == 1 else wide(part) * s))
+            total.add_(product(x[i : i + 1], d[i : i + 1]), alpha=s)
     return total
 
 
@@ -243,7 +243,8 @@ def _norm(x: Tensor, d: Tensor, beta: float, shape: Shape, kind: int, product: t
         window = shape.window()
         counts = patch_weights(x, tuple(d.shape[2:]), shape.kernel, shape.stride, shape.dilation, shape.padding)
         return tile_norms(x, d, beta, window, counts)
-    return conv_record_norm(x, d, shape.geometry(), beta, kind, product)
+    x_norm, d_norm = conv_factors(x, d, beta, shape)
+    return conv_record_norm(x, d, shape.geometry(), beta, kind, product, free=x_norm * d_norm)
 
 
 def _tiled(x: Tensor, d: Tensor, shape: Shape, product: torch.dtype) -> bool:

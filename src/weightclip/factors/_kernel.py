@@ -189,6 +189,41 @@ def fused_norms(x: Tensor, d: Tensor, bias: float, counts: Tensor | None = None)
     return fused_scale(x, d, x, 8, bias, counts)
 
 
+def channel_scale(
+    x: Tensor, d: Tensor, limits: Tensor | None, flags: int, beta: float, rounding: float = 0.0
+) -> Tensor:
+    """Of a gain and an offset per channel: each record's scale, or without limits the norm of its gradient.
+
+    Args:
+        x: (records, channels, positions), any strides, likewise ``d``.
+        limits: (3,) as in ``record_scale``; the input factor is the largest channel's.
+        flags: Which of them are enforced.
+        beta: Weight of the offset.
+        rounding: Share of the sum of |d x| + beta |d| by which sums may be off; part of the norm.
+
+    Formal guarantees:
+        Sums are float64. A record with a non-finite factor gets scale 0 or an infinite norm.
+    """
+    records, count, places = d.shape
+    wide = min(64, 1 << (count - 1).bit_length())
+    depth = min(1024 // wide, 1 << (places - 1).bit_length())
+    blocks = -(-count // wide)
+    found = torch.empty(records, 4, blocks, dtype=torch.float64, device=d.device)
+    out, tiny = torch.empty(records, dtype=torch.float32, device=d.device), torch.finfo(torch.float32).tiny
+    exact = limits is None
+    launch(
+        _kernels().channels, (records, blocks, 1),
+        x, d, found, count, places, *x.stride(), *d.stride(), exact, wide, depth, num_warps=4,
+    )  # fmt: skip
+    launch(
+        _kernels().finish_channels, (records, 1, 1),
+        found, found if limits is None else limits, out, blocks, float(beta), float(places), tiny * places,
+        tiny * places * count, float(rounding), exact, flags, TINY, SMALLEST, 1 << (blocks - 1).bit_length(),
+        num_warps=1,
+    )  # fmt: skip
+    return out
+
+
 def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) -> None:
     """``kernel[grid](*args, **options)``, in a fraction of the host's time once such arguments have been seen.
 

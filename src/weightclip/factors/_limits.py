@@ -50,15 +50,12 @@ class Product:
         """Ordinary float32 products, rounding not covered."""
         return cls(torch.float32, 0, covered=False)
 
-    def resolve(self, layer: nn.Module, device: torch.device, capped: bool = False) -> Product:
-        """The choice for one layer; exact caps on the CPU need products that do not round what cancels in them."""
+    def resolve(self, layer: nn.Module, device: torch.device) -> Product:
+        """The choice for one layer."""
         if self.dtype is not None:
             return self
-        if isinstance(layer, ConvNd) and device.type == "cpu" and not capped:
-            return Product(torch.float32, 1)
-        if isinstance(layer, (ConvNd, nn.Linear)) and device.type == "cuda":
-            return Product(torch.float32, 1)
-        return Product(torch.float64, 0)
+        alone = isinstance(layer, (ConvNd, nn.Linear)) if device.type == "cuda" else isinstance(layer, ConvNd)
+        return Product(torch.float32, 1) if alone else Product(torch.float64, 0)
 
 
 class Counts(Protocol):

@@ -308,7 +308,7 @@ def make_layer_private(
     if cap is not None:
         layer._wc_flags |= BOUND if bound else int(caps) << KIND_SHIFT
     module.register_buffer("_wc_token", torch.zeros((), device=device), persistent=False)
-    chosen = (product or Product()).resolve(module, device, cap is not None and not bound)
+    chosen = (product or Product()).resolve(module, device)
     layer._wc_beta, layer._wc_product, layer._wc_kind = float(beta), chosen, int(caps)
     layer._wc_sink = layer._wc_counter = None
 

@@ -226,3 +226,69 @@ def finish_exact(
     square = tl.where(square > 0, square, 0.0) * (1 + 2.0**-15) + share * free + hidden
     norm = (tl.sqrt(square) + rounding * tl.sqrt(free)).to(tl.float32) * (1 + 2.0**-22)
     tl.store(out + n, tl.where(norm < float("inf"), norm, float("inf")))
+
+
+@triton.jit
+def channels(
+    x, d, out, count, places, xn, xc, xp, dn, dc, dp, EXACT: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr
+):
+    """out[record, :, block of channels]: what the norms of a gain and an offset per channel are made of.
+
+    With EXACT the squares of (sum over positions of d x), of (sum of d), and the sums of |d x| and |d|; otherwise the
+    largest channel's squares of x, and the squares of d.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    first = tl.zeros((CHANNELS, DEPTH), dtype=tl.float64)
+    second = tl.zeros((CHANNELS, DEPTH), dtype=tl.float64)
+    third = tl.zeros((CHANNELS, DEPTH), dtype=tl.float64)
+    fourth = tl.zeros((CHANNELS, DEPTH), dtype=tl.float64)
+    for start in range(0, places, DEPTH):
+        p = start + tl.arange(0, DEPTH)
+        inside = (c < count)[:, None] & (p < places)[None, :]
+        b = tl.load(x + n * xn + c[:, None] * xc + p[None, :] * xp, mask=inside, other=0.0).to(tl.float64)
+        a = tl.load(d + n * dn + c[:, None] * dc + p[None, :] * dp, mask=inside, other=0.0).to(tl.float64)
+        if EXACT:
+            first += a * b
+            second += a
+            third += tl.abs(a * b)
+            fourth += tl.abs(a)
+        else:
+            first += b * b
+            second += a * a
+    blocks = tl.num_programs(1)
+    place = out + n * 4 * blocks + tl.program_id(1)
+    gains = tl.sum(first, 1)
+    if EXACT:
+        offsets = tl.sum(second, 1)
+        tl.store(place, tl.sum(gains * gains, 0))
+        tl.store(place + blocks, tl.sum(offsets * offsets, 0))
+        tl.store(place + 2 * blocks, tl.sum(tl.sum(third, 1), 0))
+        tl.store(place + 3 * blocks, tl.sum(tl.sum(fourth, 1), 0))
+    else:
+        bad = tl.sum(tl.where(gains < float("inf"), 0, 1), 0) > 0  # a maximum would pass over NaN
+        tl.store(place, tl.where(bad, float("inf"), tl.max(gains, 0)))
+        tl.store(place + blocks, tl.sum(tl.sum(second, 1), 0))
+
+
+@triton.jit
+def finish_channels(
+    found, limits, out, blocks, beta, shared, tiny_x, tiny_d, rounding,
+    EXACT: tl.constexpr, FLAGS: tl.constexpr, FLOOR: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A record's scale from what ``channels`` found, or with EXACT the norm of its gradient."""
+    n = tl.program_id(0).to(tl.int64)
+    q = tl.arange(0, BLOCK)
+    place = found + n * 4 * blocks + q
+    first = tl.load(place, mask=q < blocks, other=0.0)
+    second = tl.sum(tl.load(place + blocks, mask=q < blocks, other=0.0), 0)
+    if EXACT:
+        third = tl.sum(tl.load(place + 2 * blocks, mask=q < blocks, other=0.0), 0)
+        fourth = tl.sum(tl.load(place + 3 * blocks, mask=q < blocks, other=0.0), 0)
+        norm = tl.sqrt(tl.sum(first, 0) + beta * beta * second) + rounding * (third + beta * fourth)
+        norm = norm.to(tl.float32) * (1 + 2.0**-22)
+        tl.store(out + n, tl.where(norm < float("inf"), norm, float("inf")))
+    else:
+        x_norm = tl.sqrt(tl.max(first, 0) + (beta * beta * shared + tiny_x)).to(tl.float32)
+        d_norm = tl.sqrt(second + tiny_d).to(tl.float32)
+        tl.store(out + n, _limited(x_norm, d_norm, limits, FLAGS, FLOOR, SMALLEST))
