@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightclip import nn as wnn
-from weightclip._torch import ConvNd
 from weightclip.errors import CertificationError
 from weightclip.factors._affine import AffineFunction
 from weightclip.factors._collect import Sink
@@ -24,6 +23,7 @@ from weightclip.factors._limits import (
     KIND_SHIFT,
     RADIUS,
     Product,
+    as_multiplied,
     eager_twin,
     is_plain,
     transforming,
@@ -81,7 +81,7 @@ class PrivateLinear(_Private, nn.Linear):
         """Native forward."""
         if is_plain():
             return nn.Linear.forward(self, input)
-        return _apply(DenseFunction, self, input, self.weight, self.bias, *self._conf())
+        return _apply(DenseFunction, self, as_multiplied(input), self.weight, self.bias, *self._conf())
 
 
 class _PrivateConv(_Private):
@@ -106,8 +106,8 @@ class _PrivateConv(_Private):
             padding = (0,) * len(conv.kernel_size)
         zeros = (0,) * len(conv.kernel_size)
         return _apply(
-            ConvFunction, self, input, self._kernel(), conv.bias, *self._conf(), conv.stride, padding, conv.dilation,
-            conv.groups, False, zeros,
+            ConvFunction, self, as_multiplied(input), self._kernel(), conv.bias, *self._conf(), conv.stride, padding,
+            conv.dilation, conv.groups, False, zeros,
         )  # fmt: skip
 
 
@@ -172,8 +172,8 @@ class _PrivateConvTranspose(_Private):
             input, output_size, conv.stride, conv.padding, conv.kernel_size, axes, conv.dilation
         )
         return _apply(
-            ConvFunction, self, input, conv.weight, conv.bias, *self._conf(), conv.stride, conv.padding, conv.dilation,
-            conv.groups, True, tuple(extra),
+            ConvFunction, self, as_multiplied(input), conv.weight, conv.bias, *self._conf(), conv.stride, conv.padding,
+            conv.dilation, conv.groups, True, tuple(extra),
         )  # fmt: skip
 
 
@@ -308,7 +308,7 @@ def make_layer_private(
     if cap is not None:
         layer._wc_flags |= BOUND if bound else int(caps) << KIND_SHIFT
     module.register_buffer("_wc_token", torch.zeros((), device=device), persistent=False)
-    chosen = (product or Product()).resolve(isinstance(module, ConvNd), device, cap is not None and not bound)
+    chosen = (product or Product()).resolve(module, device)
     layer._wc_beta, layer._wc_product, layer._wc_kind = float(beta), chosen, int(caps)
     layer._wc_sink = layer._wc_counter = None
 
