@@ -21,7 +21,7 @@ from weightclip._open import OpenPlan
 from weightclip._projection import InputProjection
 from weightclip._randomness import FORWARD, ForwardRandomness
 from weightclip._release import sum_slack
-from weightclip._torch import ConvNd, forward_hooks
+from weightclip._torch import forward_hooks
 from weightclip._watch import BufferGuard, in_modes
 from weightclip.errors import CertificationError, ContractError
 from weightclip.factors import Collector, Entry, Limits, Product, make_layer_plain, make_layer_private
@@ -47,8 +47,7 @@ def with_room(engine: PrivacyEngine, slack: list[float]) -> tuple[list[float], l
 
 def product_of(engine: PrivacyEngine, module: nn.Module, path: str) -> Product:
     """How the products of one layer are formed."""
-    capped = engine.bounds.of("layer_cap", path) is not None or engine.bounds.of("joint_cap", path) is not None
-    return engine.bounds.product.resolve(isinstance(module.get_submodule(path), ConvNd), engine.device, capped)
+    return engine.bounds.product.resolve(module.get_submodule(path), engine.device)
 
 
 def install(engine: PrivacyEngine) -> None:

@@ -16,7 +16,7 @@ from weightclip._row_kernels import fits, scale_blocks_
 from weightclip._streams import NOISE, Streams
 from weightclip._torch import ConvNd, add_all_, multiply_all_, norms_of_all, split_like
 from weightclip.certificate import Evaluation, Plan, Use
-from weightclip.factors import Product, trained
+from weightclip.factors import Product, tile_rounding, trained
 from weightclip.mechanisms import Allocation, constant, floored, floored_at, joint_multiplier, round_release_
 
 _U = 2.0**-24
@@ -223,7 +223,8 @@ def sum_slack(
     A float32 rounding of the sum over records counts 2 2^-24 b_max. With float64 products these are one for each use of
     the layer (the product is stored in the parameter's type) and the addition of uses; pieces of a draw are added in
     float64, and two stand for the float64 sums. Float32 products of several records add every addend inside a chunk.
-    Products of one record each round that record alone, whoever else is in the batch: (summands + 8) 2^-24 of its own.
+    Products of one record each round that record alone, whoever else is in the batch: (summands + 8) 2^-22 of its own
+    (tensor cores truncate).
     Views of a record are summed like records, and M Delta_k bounds them together.
     """
     slack = []
@@ -233,7 +234,7 @@ def sum_slack(
         if product.dtype != torch.float64 and product.covered:
             summands = max(_positions(plan.model.get_submodule(path), use) for use in uses)
             if product.chunk == 1:
-                own = 1 + (summands + 8) * _U
+                own = 1 + tile_rounding(summands)
             else:
                 n += summands * (product.chunk or (physical or b_max) * views) + 1
         slack.append(own * (1 + 2 * n * _U * b_max))

@@ -8,8 +8,17 @@ import torch.nn.functional as F
 from tests.triton_kit import kernel_device, run_interpreted
 
 from weightclip.factors import _kernel
+from weightclip.factors._affine import affine_factors, affine_record_norm
 from weightclip.factors._conv import patch_norm_squared, patch_weights
-from weightclip.factors._kernel import dense_gradient, fits, fused_norms, fused_scale, record_sums, weight_gradient
+from weightclip.factors._kernel import (
+    channel_scale,
+    dense_gradient,
+    fits,
+    fused_norms,
+    fused_scale,
+    record_sums,
+    weight_gradient,
+)
 from weightclip.factors._limits import record_scale, squared_norm
 
 CASES = [  # records, in, out, size, stride, padding, dilation, kernel
@@ -147,6 +156,41 @@ def test_fused_scales_below_the_normal_numbers_are_zero(interpreter):
     found, cap = fused_scale(x, d, limits, 4, 0.0), limits[2].double()
     product = x.double().norm(dim=1) * d.double().norm(dim=1)
     assert found[0] > 0 and found[1] > 0 and found[2] == 0 and bool((found * product <= cap * (1 + 1e-5)).all())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("shape", [(8, 5, 9), (8, 70, 3), (8, 4, 1)])
+@pytest.mark.parametrize("last", [False, True])
+def test_scales_and_norms_of_a_gain_and_an_offset_per_channel(shape, last, interpreter):
+    generator = torch.Generator().manual_seed(0)
+    x, d = (torch.randn(shape, generator=generator).to(interpreter) for _ in range(2))
+    x[1], d[2], x[3, 0, 0], d[5, 1, 0] = 0.0, 0.0, float("nan"), float("inf")
+    x[6], d[6] = 1e-3, 1e-3
+    if last:
+        x, d = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, d))
+    limits, finite = torch.tensor([2.0, 1.5, 1.2], device=interpreter), [0, 1, 2, 4, 6, 7]
+    for flags in (1, 2, 4, 7):
+        expected = record_scale(*affine_factors(x, d, 0.3, [2]), limits, flags)
+        found = channel_scale(x, d, limits, flags, 0.3)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
+        assert found[3] == 0 == found[5]
+    expected = affine_record_norm(x, d, [2], 0.3)
+    found = channel_scale(x, d, None, 0, 0.3, 1e-9)
+    torch.testing.assert_close(found[finite], expected[finite], rtol=1e-5, atol=1e-6)
+    assert torch.isinf(found[[3, 5]]).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("parts", [1, 5])
+def test_norms_in_parts(parts, interpreter, monkeypatch):
+    """Few large records are cut into parts: the same scales."""
+    monkeypatch.setattr(_kernel, "parts_of", lambda records, size: parts)
+    x, d = torch.randn(3, 40, 300, device=interpreter), torch.randn(3, 40, 30, device=interpreter)
+    x[2, 39, 299] = float("inf")
+    limits = torch.tensor([20.0, 15.0, 1.2], device=interpreter)
+    for flags in (1, 2, 4, 7):
+        expected = record_scale((squared_norm(x) + 0.4).sqrt(), squared_norm(d).sqrt(), limits, flags)
+        torch.testing.assert_close(fused_scale(x, d, limits, flags, 0.4), expected, rtol=1e-5, atol=0.0)
 
 
 def test_records_that_reach_far_in_memory_do_not_fit(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weightclip.factors._collect import collect
-from weightclip.factors._kernel import fits, record_sums
+from weightclip.factors._kernel import channel_scale, fits, record_sums
 from weightclip.factors._limits import (
     BOUND,
     CAP,
@@ -38,13 +38,22 @@ def affine_record_norm(x: Tensor, d: Tensor, dims: list[int], beta: float) -> Te
 
     ``dims`` are the dimensions the parameters do not have.
     """
+    rounding = 2 * product_rounding(math.prod(x.shape[1:]), torch.float64)
+    if _by_kernel(x, d, dims):
+        first = next(k for k in range(1, x.dim()) if k not in dims)
+        return channel_scale(by_channel(x, first), by_channel(d, first), None, 0, beta, rounding)
     bias_part = d.double()
     weight_part = bias_part * x.double()
     free = (weight_part.flatten(1).abs().sum(1) + beta * bias_part.flatten(1).abs().sum(1)).square()
     if dims:
         weight_part, bias_part = weight_part.sum(dims), bias_part.sum(dims)
     exact = weight_part.flatten(1).square().sum(1) + beta**2 * bias_part.flatten(1).square().sum(1)
-    return (exact.sqrt() + 2 * product_rounding(math.prod(x.shape[1:]), torch.float64) * free.sqrt()).float()
+    return (exact.sqrt() + rounding * free.sqrt()).float()
+
+
+def _by_kernel(x: Tensor, d: Tensor, dims: list[int]) -> bool:
+    """Whether the kernels of a gain and an offset per channel can take the factors."""
+    return len(dims) == x.dim() - 2 and fits(x, d)
 
 
 def free_dims(x: Tensor, weight: Tensor, first: int) -> list[int]:
@@ -67,8 +76,16 @@ def affine_scale(
     """Scale of each record; a cap meets the exact norm, a certified bound the factors' product."""
     if flags == 0:
         return None
+    capped = flags & CAP and not flags & BOUND
+    if counter is None and _by_kernel(x, d, dims):
+        if capped and flags & 7 == CAP:
+            norm = affine_record_norm(x, d, dims, beta)  # not finite where a factor is not
+            return cap_scale(None, norm, norm, norm, limits[2])
+        if not capped:
+            first = next(k for k in range(1, x.dim()) if k not in dims)
+            return channel_scale(by_channel(x, first), by_channel(d, first), limits, flags & 7, beta)
     x_norm, d_norm = affine_factors(x, d, beta, dims)
-    if not flags & CAP or flags & BOUND:
+    if not capped:
         return record_scale(x_norm, d_norm, limits, flags, counter)
     scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, counter)
     return cap_scale(scale, affine_record_norm(x, d, dims, beta), x_norm, d_norm, limits[2], counter)
@@ -78,14 +95,21 @@ def affine_sums(
     x: Tensor, d: Tensor, scale: Tensor | None, like: Tensor, first: int, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of gamma and b summed over records and shared places, each only if wanted."""
-    if first == 1 and like.dim() == 1 and fits(x, d):
-        x, d = (t.reshape(*t.shape[:2], -1) for t in (x, d))  # also without positions
+    if like.dim() == 1 and fits(x, d):
+        x, d = by_channel(x, first), by_channel(d, first)
         bias, weight = record_sums(d, scale, x).unbind()
         return weight if wanted[0] else None, bias if wanted[1] else None
     ds, xs = masked(d, scale, True), masked(x, scale, False)
     return (
         summed(ds * xs, like.shape, first) if wanted[0] else None, summed(ds, like.shape, first) if wanted[1] else None
     )  # fmt: skip
+
+
+def by_channel(value: Tensor, first: int) -> Tensor:
+    """As (records, channels, positions); the parameters' only dimension is ``first``."""
+    if first == 1:
+        return value.reshape(*value.shape[:2], -1)  # also without positions
+    return value.movedim(first, -1).reshape(value.shape[0], -1, value.shape[first]).transpose(1, 2)
 
 
 class AffineFunction(torch.autograd.Function):

@@ -13,10 +13,12 @@ from weightclip.factors._conv import ConvFunction
 from weightclip.factors._copies import Copied, plain
 from weightclip.factors._dense import DenseFunction
 from weightclip.factors._embedding import EmbeddingFunction
-from weightclip.factors._limits import eager_twin, transforming
+from weightclip.factors._limits import as_multiplied, eager_twin, transforming
 from weightclip.factors._passes import Passes
 
 EAGER: dict[Any, Any] = {f: eager_twin(f) for f in (AffineFunction, ConvFunction, DenseFunction, EmbeddingFunction)}
+
+_MULTIPLY = (ConvFunction, DenseFunction)
 
 
 def apply(function: Any, part: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *conf: Any) -> Tensor:
@@ -43,6 +45,8 @@ def apply(function: Any, part: Any, x: Tensor, weight: Tensor, bias: Tensor | No
         if passes is not None and (isinstance(x, Copied) or (part._wc_lone and passes.is_copy(part, x.dim()))):
             return _copied(function, part, x, weight, bias, passes, (*way, *conf))
     chosen = function if compiling or transforming() else EAGER[function]
+    if function in _MULTIPLY:
+        x = as_multiplied(x)
     return chosen.apply(x, weight, bias, *way, *conf)
 
 
@@ -51,6 +55,7 @@ def _copied(
 ) -> Tensor:
     """The product of an input without records: one for every record."""
     each = x.copies() if isinstance(x, Copied) else x.unsqueeze(0).expand(passes.records, *x.shape)
+    each = as_multiplied(each) if function in _MULTIPLY else each
     rows, fixed = each.shape[:2], function in (ConvFunction, AffineFunction)
     if function is AffineFunction and x.dim() == weight.dim():
         raise ContractError(f"{_name(part)} runs on one vector without records: give it a dimension in front.")

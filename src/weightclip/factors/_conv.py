@@ -29,6 +29,7 @@ from weightclip.factors._limits import (
     cap_scale,
     masked,
     no_autocast,
+    of_one_record,
     product_rounding,
     record_scale,
     squared_norm,
@@ -36,7 +37,10 @@ from weightclip.factors._limits import (
     unchunked,
     wide,
 )
-from weightclip.factors._record_norms import FREE, Geometry, conv_record_norm
+from weightclip.factors._record_norms import CHANNEL, FREE, Geometry, conv_record_norm
+from weightclip.factors._tiles import Window, fits_tiles, tf32_allowed, tile_norms, tile_sums
+
+_NARROW = 8  # input channels below which tiles read memory too slowly
 
 
 def patch_counts(size: int, kernel: int, stride: int, dilation: int, padding: int, out: int, like: Tensor) -> Tensor:
@@ -104,7 +108,8 @@ def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_pad
     stride, padding, dilation, groups = conf
     if dtype == torch.float64 and by_kernel(x, d, groups, transposed):
         return weight_gradient(x, d, scale, weight.shape[2:], stride, padding, dilation)[0]
-    alone = chunk == 1 and x.device.type == "cpu" and not transforming()  # each record is scaled when its turn comes
+    # each record is scaled when its turn comes, by a plain number
+    alone = chunk == 1 and x.device.type == "cpu" and not transforming() and not torch.is_grad_enabled()
     if not alone:
         d, x = masked(d, scale, True), masked(x, scale, False)
     dtype = torch.promote_types(dtype, x.dtype)  # values of a float64 model may lie beyond float32
@@ -130,12 +135,11 @@ def conv_product(x, d, scale, weight, conf, dtype, chunk, transposed, output_pad
 
 
 def _one_by_one(product: Any, x: Tensor, d: Tensor, scale: Tensor | None, kernel: Tensor) -> Tensor:
-    """Products of one record each, summed in float64; a record's cotangent is scaled while it is in the cache."""
+    """Products of one record each, scaled and summed in float64."""
     total = torch.zeros(kernel.shape, dtype=torch.float64)
     for i, s in enumerate([1.0] * len(x) if scale is None else scale.tolist()):
         if s > 0:  # others contribute exact zeros, whatever they hold
-            part = d[i : i + 1]
-            total.add_(product(x[i : i + 1], part if s == 1 else wide(part) * s))
+            total.add_(product(x[i : i + 1], d[i : i + 1]), alpha=s)
     return total
 
 
@@ -196,6 +200,13 @@ class Shape:
         stride, padding, dilation, extra = (tuple(conf[i * n : (i + 1) * n]) for i in range(4))
         return cls(tuple(kernel), stride, padding, dilation, conf[4 * n], bool(conf[4 * n + 1]), extra)
 
+    def window(self) -> Window:
+        """The same for tiles: a 2-D convolution without groups."""
+        kernel, stride, padding, dilation = (
+            (n[0], n[1]) for n in (self.kernel, self.stride, self.padding, self.dilation)
+        )
+        return Window(kernel, stride, padding, dilation)
+
     def geometry(self) -> Geometry:
         """What norms of per-record gradients need to know."""
         return Geometry(self.kernel, self.stride, self.padding, self.dilation, self.groups)
@@ -222,17 +233,38 @@ def conv_norm(x: Tensor, d: Tensor, beta: float, shape: Shape, kind: int, produc
         out = tuple(d.shape[2:])
         counts = patch_weights(x, out, shape.kernel, shape.stride, shape.dilation, shape.padding)
         return fused_norms(x, d, beta**2 * math.prod(out), counts)
-    odd = shape.transposed and any(e >= s for e, s in zip(shape.extra, shape.stride, strict=True))  # places beyond x
-    if kind == FREE or odd:
+    if kind == FREE or _odd(shape):
         x_norm, d_norm = conv_factors(x, d, beta, shape)
         return x_norm * d_norm
+    return _norm(x, d, beta, shape, kind, product)
+
+
+def _norm(x: Tensor, d: Tensor, beta: float, shape: Shape, kind: int, product: torch.dtype) -> Tensor:
     if shape.transposed:  # input and cotangent change roles; the bias sees the cotangent itself
-        weight = conv_record_norm(d, x, shape.geometry(), 0.0, kind, product)
+        x_norm, d_norm = conv_factors(x, d, 0.0, shape)
+        weight = conv_record_norm(d, x, shape.geometry(), 0.0, kind, product, free=x_norm * d_norm)
         places = math.prod(d.shape[2:])
         bias = d.double().flatten(2).sum(2).square().sum(1).sqrt()
         bias = bias + product_rounding(places, product) * math.sqrt(places) * squared_norm(d.double()).sqrt()
         return torch.hypot(weight.double(), beta * bias).float() * (1 + 2.0**-22)
-    return conv_record_norm(x, d, shape.geometry(), beta, kind, product)
+    if kind != CHANNEL and _tiled(x, d, shape, product):
+        window = shape.window()
+        counts = patch_weights(x, tuple(d.shape[2:]), shape.kernel, shape.stride, shape.dilation, shape.padding)
+        return tile_norms(x, d, beta, window, counts)
+    x_norm, d_norm = conv_factors(x, d, beta, shape)
+    return conv_record_norm(x, d, shape.geometry(), beta, kind, product, free=x_norm * d_norm)
+
+
+def _odd(shape: Shape) -> bool:
+    """Whether a transposed convolution's output reaches beyond what its input's places lead to: only the free bound."""
+    return shape.transposed and any(e >= s for e, s in zip(shape.extra, shape.stride, strict=True))
+
+
+def _tiled(x: Tensor, d: Tensor, shape: Shape, product: torch.dtype) -> bool:
+    """Whether tensor cores form the product of one record at a time."""
+    if product != torch.float32 or x.dim() != 4 or shape.groups > 1 or shape.transposed or x.shape[1] < _NARROW:
+        return False
+    return fits_tiles(x, d, math.prod(d.shape[2:]), tf32_allowed(convolution=True))
 
 
 def conv_scale(
@@ -247,12 +279,15 @@ def conv_scale(
         places = tuple(d.shape[2:])
         counts = patch_weights(x, places, shape.kernel, shape.stride, shape.dilation, shape.padding)
         return fused_scale(x, d, limits, flags, beta**2 * math.prod(places), counts)
-    x_norm, d_norm = conv_factors(x, d, beta, shape)
     kind = flags >> KIND_SHIFT
-    if not flags & CAP or kind == FREE:
+    if flags & 7 == CAP and kind not in (FREE, CHANNEL) and counter is None and _tiled(x, d, shape, product):
+        norm = _norm(x, d, beta, shape, kind, product)  # not finite where a factor is not
+        return cap_scale(None, norm, norm, norm, limits[2])
+    x_norm, d_norm = conv_factors(x, d, beta, shape)
+    if not flags & CAP or kind == FREE or _odd(shape):
         return record_scale(x_norm, d_norm, limits, flags, counter)
     scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, counter)
-    norm = conv_norm(x, d, beta, shape, kind, product)
+    norm = _norm(x, d, beta, shape, kind, product)
     return cap_scale(scale, norm, x_norm, d_norm, limits[2], counter)
 
 
@@ -261,7 +296,10 @@ def conv_sums(
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of kernel and bias summed over records, each only if wanted; laid out as the weight ``like``."""
-    dtype, chunk = product
+    if product == (torch.float32, 1) and wanted[0] and _tiled(x, d, shape, torch.float32):
+        weight = tile_sums(x, d, scale, shape.window(), like.dtype)
+        return laid_out(weight, like), channel_sums(d, scale) if wanted[1] else None
+    dtype, chunk = of_one_record(product, x)
     if wanted[0] and dtype == torch.float64 and by_kernel(x, d, shape.groups, shape.transposed):
         sizes = like.shape[2:], shape.stride, shape.padding, shape.dilation
         weight, bias = weight_gradient(x, d, scale, *sizes, wanted[1])
@@ -285,6 +323,8 @@ class ConvFunction(torch.autograd.Function):
         extra,
     ):  # fmt: skip
         """Native forward."""
+        if weight.dtype != x.dtype:  # as cast by autocast, which does not know this operator everywhere
+            weight, bias = weight.to(x.dtype), bias if bias is None else bias.to(x.dtype)
         return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, extra, groups)
 
     @staticmethod

@@ -18,6 +18,7 @@ from weightclip.factors._limits import (
     cap_scale,
     masked,
     no_autocast,
+    of_one_record,
     own,
     product_rounding,
     record_scale,
@@ -25,6 +26,7 @@ from weightclip.factors._limits import (
     transforming,
     unchunked,
 )
+from weightclip.factors._tiles import fits_tiles, tf32_allowed, tile_norms, tile_sums
 
 _CACHE = 1 << 20  # entries of a float64 copy that stays in the cache
 
@@ -40,11 +42,14 @@ def dense_scale(
     free = places == 1 or not flags & CAP or bool(flags & BOUND)
     if free and counter is None and fits_scale(x, d, flags & 7):
         return fused_scale(x, d, limits, flags & 7, beta**2 * places)
+    if not free and counter is None and flags & 7 == CAP:
+        norm = dense_norm(x, d, beta, product)  # not finite where a factor is not
+        return cap_scale(None, norm, norm, norm, limits[2])
     x_norm, d_norm = dense_factors(x, d, beta)
     if free:
         return record_scale(x_norm, d_norm, limits, flags, counter)
     scale = record_scale(x_norm, d_norm, limits, flags & ~CAP, counter)
-    return cap_scale(scale, position_gram(x, d, beta, product), x_norm, d_norm, limits[2], counter)
+    return cap_scale(scale, dense_norm(x, d, beta, product), x_norm, d_norm, limits[2], counter)
 
 
 def dense_factors(x: Tensor, d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -53,12 +58,24 @@ def dense_factors(x: Tensor, d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
 
 def dense_norm(x: Tensor, d: Tensor, beta: float, product: torch.dtype) -> Tensor:
-    """Norm of each record's gradient: exact for one position, by position Grams for several."""
+    """Norm of each record's gradient: exact for one position, by tiles or position Grams for several."""
     if math.prod(x.shape[1:-1]) > 1:
-        return position_gram(x, d, beta, product)
+        return tile_norms(*_rows(x, d), beta) if _tiled(x, d, product) else position_gram(x, d, beta, product)
     if fits_scale(x, d, 1):
         return fused_norms(x, d, beta**2)
     return (squared_norm(x) + beta**2).sqrt() * squared_norm(d).sqrt()
+
+
+def _tiled(x: Tensor, d: Tensor, product: torch.dtype) -> bool:
+    """Whether tensor cores form the product of one record at a time."""
+    if product != torch.float32:
+        return False
+    return fits_tiles(x, d, math.prod(x.shape[1:-1]), tf32_allowed(convolution=False))
+
+
+def _rows(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """Both factors as (records, positions, channels)."""
+    return (x, d) if x.dim() == 3 else (x.flatten(1, -2), d.flatten(1, -2))
 
 
 def position_gram(x: Tensor, d: Tensor, beta: float, product: torch.dtype = torch.float64) -> Tensor:
@@ -130,7 +147,10 @@ def dense_sums(
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of weight and bias summed over records, each only if wanted; laid out as the weight ``like``."""
-    by_kernel, (dtype, chunk) = fits(x, d), product
+    if product == (torch.float32, 1) and wanted[0] and _tiled(x, d, torch.float32):
+        weight = tile_sums(*_rows(x, d), scale, stored=like.dtype)[:, :, 0, 0]
+        return laid_out(weight, like), bias_product(d, scale, torch.float64) if wanted[1] else None
+    by_kernel, (dtype, chunk) = fits(x, d), of_one_record(product, x)
     if scale is not None and not by_kernel:  # scaled once for both gradients
         x, d, scale = *both_masked(x, d, scale), None
     if by_kernel and dtype == torch.float64 and wanted[0]:

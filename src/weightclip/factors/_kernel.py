@@ -20,6 +20,7 @@ from weightclip.factors._limits import KIND_SHIFT, SMALLEST, TINY, transforming
 
 _TOGETHER = 1 << 30  # multiply-adds below which a launch costs more than what a bias slows the larger kernel down
 _PROGRAMS = 1056  # about eight for each multiprocessor of a large GPU
+_MOST_PARTS = 32  # of a record's squares
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -90,6 +91,8 @@ def dense_gradient(
 
 def laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
     """In the parameter's type and order of entries, in one copy: as it is, autograd and foreach operators take it."""
+    if gradient.dtype == parameter.dtype and gradient.stride() == parameter.stride():
+        return gradient
     return torch.empty_like(parameter).copy_(gradient)
 
 
@@ -144,6 +147,15 @@ def fused_scale(
     """
     out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     x_size, d_size, tiny = x.numel() // len(x), d.numel() // len(d), torch.finfo(torch.float32).tiny
+    parts = parts_of(len(x), max(x_size, d_size))
+    if parts > 1:
+        found = fused_moments(x, d, parts, counts)
+        launch(
+            _kernels().finish, (x.shape[0], 1, 1),
+            found, limits, out, tiny * x_size, tiny * d_size, float(bias), parts, flags, TINY, SMALLEST, _MOST_PARTS,
+            num_warps=1,
+        )  # fmt: skip
+        return out
     last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
     launch(
         _kernels().scales, (x.shape[0], 1, 1),
@@ -154,9 +166,62 @@ def fused_scale(
     return out
 
 
+def parts_of(records: int, size: int) -> int:
+    """Into how many parts the norms of a record of that size are cut: enough programs for the device, none tiny."""
+    return max(1, min(_MOST_PARTS, _PROGRAMS // max(1, records), size // 4096))
+
+
+def fused_moments(x: Tensor, d: Tensor, parts: int, counts: Tensor | None = None) -> Tensor:
+    """Sums of squares of each record's inputs (weighted by ``counts``) and cotangents: (records, 2, parts), float32."""
+    found = torch.empty(x.shape[0], 2, parts, dtype=torch.float32, device=x.device)
+    last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
+    launch(
+        _kernels().moments, (x.shape[0], parts, 1),
+        x, d, x if counts is None else counts, found, x.numel() // len(x), d.numel() // len(d), x.stride(0),
+        d.stride(0), 1 if counts is None else counts.numel(), counts is not None, x.shape[1] if last else 0, 1024,
+        num_warps=4,
+    )  # fmt: skip
+    return found
+
+
 def fused_norms(x: Tensor, d: Tensor, bias: float, counts: Tensor | None = None) -> Tensor:
     """The product of the norms of each record's two factors, infinite where one is not finite; as ``fused_scale``."""
     return fused_scale(x, d, x, 8, bias, counts)
+
+
+def channel_scale(
+    x: Tensor, d: Tensor, limits: Tensor | None, flags: int, beta: float, rounding: float = 0.0
+) -> Tensor:
+    """Of a gain and an offset per channel: each record's scale, or without limits the norm of its gradient.
+
+    Args:
+        x: (records, channels, positions), any strides, likewise ``d``.
+        limits: (3,) as in ``record_scale``; the input factor is the largest channel's.
+        flags: Which of them are enforced.
+        beta: Weight of the offset.
+        rounding: Share of the sum of |d x| + beta |d| by which sums may be off; part of the norm.
+
+    Formal guarantees:
+        Sums are float64. A record with a non-finite factor gets scale 0 or an infinite norm.
+    """
+    records, count, places = d.shape
+    wide = min(64, 1 << (count - 1).bit_length())
+    depth = min(1024 // wide, 1 << (places - 1).bit_length())
+    blocks = -(-count // wide)
+    found = torch.empty(records, 4, blocks, dtype=torch.float64, device=d.device)
+    out, tiny = torch.empty(records, dtype=torch.float32, device=d.device), torch.finfo(torch.float32).tiny
+    exact = limits is None
+    launch(
+        _kernels().channels, (records, blocks, 1),
+        x, d, found, count, places, *x.stride(), *d.stride(), exact, wide, depth, num_warps=4,
+    )  # fmt: skip
+    launch(
+        _kernels().finish_channels, (records, 1, 1),
+        found, found if limits is None else limits, out, blocks, float(beta), float(places), tiny * places,
+        tiny * places * count, float(rounding), exact, flags, TINY, SMALLEST, 1 << (blocks - 1).bit_length(),
+        num_warps=1,
+    )  # fmt: skip
+    return out
 
 
 def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from weightclip._torch import apply_directly, reshaped_copy_of, transforms_active
+from weightclip._torch import ConvNd, apply_directly, reshaped_copy_of, transforms_active
 
 RADIUS, COTANGENT, CAP = 1, 2, 4  # bits: which of the limits are enforced
 KIND_SHIFT = 4  # three bits from here on say how a capped convolution measures its gradients (factors._record_norms)
@@ -31,9 +31,10 @@ class Product:
     """How weight-gradient products are formed and summed over records (SOUNDNESS section 6).
 
     Attributes:
-        dtype: Type of products and sums. float64 makes the rounding of the sum negligible. None chooses per layer:
-            float64 for dense layers and on devices, one float32 product per record (summed in float64) for
-            convolutions on the CPU, where a record's rounding then is its own and moves nobody else's.
+        dtype: Type of products and sums. float64 makes the rounding of the sum negligible. None chooses per layer: one
+            float32 product per record, summed in float64, for convolutions and on CUDA for dense layers too (on tensor
+            cores where the pass itself is in 16 bits or TF32, otherwise in float64 all the same), so that a record's
+            rounding is its own and moves nobody else's; float64 for everything else.
         chunk: Records per product; partial sums are added in float64. 0: one product for the whole batch. float32
             products of more than one record add 2 n 2^-24 b_max to the sensitivity, n their summands.
         covered: False leaves the rounding of float32 sums out of the sensitivities and says so in the report: the
@@ -49,13 +50,12 @@ class Product:
         """Ordinary float32 products, rounding not covered."""
         return cls(torch.float32, 0, covered=False)
 
-    def resolve(self, convolution: bool, device: torch.device, capped: bool = False) -> Product:
-        """The choice for one layer; exact caps need products that do not round what cancels in them."""
+    def resolve(self, layer: nn.Module, device: torch.device) -> Product:
+        """The choice for one layer."""
         if self.dtype is not None:
             return self
-        if convolution and device.type == "cpu" and not capped:
-            return Product(torch.float32, 1)
-        return Product(torch.float64, 0)
+        alone = isinstance(layer, (ConvNd, nn.Linear)) if device.type == "cuda" else isinstance(layer, ConvNd)
+        return Product(torch.float32, 1) if alone else Product(torch.float64, 0)
 
 
 class Counts(Protocol):
@@ -157,12 +157,22 @@ def squared_norm(value: Tensor, more: float = 0.0) -> Tensor:
     ``more`` is added to each sum.
     """
     flat = value if value.dim() == 2 else value.flatten(1)  # torch takes the norm in one pass, without storing squares
-    return torch.linalg.vector_norm(wide(flat), 2, 1).square() + (flat.shape[1] * _TINIEST + more)
+    kind = None if flat.dtype in (torch.float32, torch.float64) else torch.float32
+    return torch.linalg.vector_norm(flat, 2, 1, dtype=kind).square() + (flat.shape[1] * _TINIEST + more)
 
 
 def wide(value: Tensor) -> Tensor:
     """The tensor in float32 or better."""
     return value if value.dtype in (torch.float32, torch.float64) else value.float()
+
+
+def as_multiplied(x: Tensor) -> Tensor:
+    """An input in the type autocast multiplies it in: what is kept for the weight gradient, measured and limited is
+    what the layer saw, at half the memory."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
 
 
 def own(value: Tensor) -> Tensor:
@@ -211,6 +221,11 @@ def unchunked(dtype: torch.dtype, chunk: int) -> tuple[torch.dtype, int]:
     One float64 product rounds less than the chunks it stands for, so that their sensitivity holds for it.
     """
     return (torch.float64, 0) if chunk > 0 and torch.compiler.is_compiling() else (dtype, chunk)
+
+
+def of_one_record(product: tuple[torch.dtype, int], x: Tensor) -> tuple[torch.dtype, int]:
+    """Type and chunk where tiles cannot take the factors: float64 on a device, which rounds less, and no loop."""
+    return (torch.float64, 0) if x.is_cuda and product == (torch.float32, 1) else product
 
 
 def transforming() -> bool:

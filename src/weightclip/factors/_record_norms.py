@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._limits import product_rounding
+from weightclip.factors._limits import product_rounding, squared_norm, transforming, wide
 
 
 class CapNorm(enum.IntEnum):
@@ -74,15 +74,18 @@ def patches(x: Tensor, geometry: Geometry) -> Tensor:
 
 def conv_record_norm(
     x: Tensor, d: Tensor, geometry: Geometry, beta: float, kind: int, product: torch.dtype = torch.float64,
-    chunk: int | None = None,
+    chunk: int | None = None, free: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Bound of ||(U, beta 1) deltaT||_F of each record, never less than what is formed in type ``product``.
 
     float64 inside, with its own rounding and that of the product added, since positions may cancel; float32 out.
     ``chunk`` records at a time; by default as many as fill 64 MiB with U or the gradients (on a device 256 MiB, and
-    at least 32, since launches cost more than memory there).
+    at least 32, since launches cost more than memory there). ``free`` is the product of the factors' norms, if known.
     """
     kind = cheapest(kind, x, d, geometry)
+    single = product == torch.float32 and x.is_cpu and x.dtype != torch.float64 and x.dim() <= 5
+    if kind == EXACT and single and not transforming() and not torch.is_grad_enabled():  # audits differentiate it
+        return _one_by_one(x, d, geometry, beta, free)
     if chunk is None:
         patch, places = math.prod(geometry.kernel) * x.shape[1], math.prod(d.shape[2:])
         widest = 8 * max(patch * places, patch * d.shape[1], patch**2 if kind == CHANNEL else places**2)
@@ -91,6 +94,22 @@ def conv_record_norm(
     for start in range(0, x.shape[0], chunk):
         parts.append(_norm(x[start : start + chunk], d[start : start + chunk], geometry, beta, kind, product))
     return torch.cat(parts) if parts else d.new_zeros(0, dtype=torch.float32)
+
+
+def _one_by_one(x: Tensor, d: Tensor, geometry: Geometry, beta: float, free: Tensor | None) -> Tensor:
+    """Norms of float32 products of one record each, as their sum is formed; cheaper than patches on the CPU."""
+    weight = x.new_empty(d.shape[1], x.shape[1] // geometry.groups, *geometry.kernel, dtype=torch.float32)
+    conf = geometry.stride, geometry.padding, geometry.dilation, False, (0,) * len(geometry.kernel), geometry.groups
+    squares = (beta * d.flatten(2).sum(2, dtype=torch.float64)).square().sum(1)
+    for i in range(len(x)):
+        gradient = torch.ops.aten.convolution_backward(
+            wide(d[i : i + 1]), wide(x[i : i + 1]), weight, None, *conf, (False, True, False)
+        )[1]
+        squares[i] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    places, patch = math.prod(d.shape[2:]), math.prod(geometry.kernel)
+    if free is None:  # every input lies in at most as many patches as a patch has places
+        free = (patch * squared_norm(x) + beta**2 * places).sqrt() * squared_norm(d).sqrt()
+    return (squares.sqrt() + product_rounding(places, torch.float32) * free).float()
 
 
 def _norm(x: Tensor, d: Tensor, geometry: Geometry, beta: float, kind: int, product: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightclip._torch import ConvNd, transforms_active
+from weightclip._torch import transforms_active
 from weightclip.factors._collect import Sink
 from weightclip.factors._copies import Copied
 from weightclip.factors._kinds import COPIED
@@ -160,7 +160,7 @@ def make_layer_private(
     if cap is not None:
         layer._wc_flags |= BOUND if bound else int(caps) << KIND_SHIFT
     module.register_buffer("_wc_token", torch.zeros((), device=device), persistent=False)
-    chosen = (product or Product()).resolve(isinstance(module, ConvNd), device, cap is not None and not bound)
+    chosen = (product or Product()).resolve(module, device)
     layer._wc_beta, layer._wc_product, layer._wc_kind = float(beta), chosen, int(caps)
     layer._wc_sink = layer._wc_counter = None
 

@@ -133,17 +133,162 @@ def scales(
         value = tl.load(d + n * d_step + e, mask=e < d_size, other=0.0).to(tl.float32)
         total += value * value
     d_norm = tl.sqrt_rn(tl.sum(total, 0) + tiny_d)
+    tl.store(out + n, _limited(x_norm, d_norm, limits, FLAGS, FLOOR, SMALLEST))
+
+
+@triton.jit
+def _limited(x_norm, d_norm, limits, FLAGS: tl.constexpr, FLOOR: tl.constexpr, SMALLEST: tl.constexpr):
+    """A record's scale from the norms of its factors, or with FLAGS = 8 their product."""
     if FLAGS == 8:
         product = x_norm * d_norm
-        tl.store(out + n, tl.where(product < float("inf"), product, float("inf")))
-        return
-    scale = x_norm * 0.0 + 1.0
-    if FLAGS & 1:
-        scale = scale * tl.minimum(tl.div_rn(tl.load(limits), tl.maximum(x_norm, FLOOR)), 1.0)
-    if FLAGS & 2:
-        scale = scale * tl.minimum(tl.div_rn(tl.load(limits + 1), tl.maximum(d_norm, FLOOR)), 1.0)
-    if FLAGS & 4:
-        product = scale * x_norm * d_norm
-        scale = scale * tl.minimum(tl.div_rn(tl.load(limits + 2), tl.maximum(product, FLOOR)), 1.0)
-    good = (x_norm < float("inf")) & (d_norm < float("inf")) & (scale < float("inf")) & (scale >= SMALLEST)
-    tl.store(out + n, tl.where(good, scale, 0.0))
+        result = tl.where(product < float("inf"), product, float("inf"))
+    else:
+        scale = x_norm * 0.0 + 1.0
+        if FLAGS & 1:
+            scale = scale * tl.minimum(tl.div_rn(tl.load(limits), tl.maximum(x_norm, FLOOR)), 1.0)
+        if FLAGS & 2:
+            scale = scale * tl.minimum(tl.div_rn(tl.load(limits + 1), tl.maximum(d_norm, FLOOR)), 1.0)
+        if FLAGS & 4:
+            product = scale * x_norm * d_norm
+            scale = scale * tl.minimum(tl.div_rn(tl.load(limits + 2), tl.maximum(product, FLOOR)), 1.0)
+        good = (x_norm < float("inf")) & (d_norm < float("inf")) & (scale < float("inf")) & (scale >= SMALLEST)
+        result = tl.where(good, scale, 0.0)
+    return result
+
+
+@triton.jit
+def moments(
+    x, d, counts, out, x_size, d_size, x_step, d_step, places,
+    WEIGHTED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[record, 0 or 1, part]: sums of squares of one part of a record's inputs and of its cotangents.
+
+    As in ``scales``, for records so few that one program each would leave most of the device idle.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(part * BLOCK, x_size, parts * BLOCK):
+        e = start + tl.arange(0, BLOCK)
+        value = tl.load(x + n * x_step + e, mask=e < x_size, other=0.0).to(tl.float32)
+        square = value * value
+        if WEIGHTED:
+            place = e // CHANNELS if CHANNELS > 0 else e % places
+            square = square * tl.load(counts + place, mask=e < x_size, other=0.0)
+        total += square
+    tl.store(out + n * 2 * parts + part, tl.sum(total, 0))
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(part * BLOCK, d_size, parts * BLOCK):
+        e = start + tl.arange(0, BLOCK)
+        value = tl.load(d + n * d_step + e, mask=e < d_size, other=0.0).to(tl.float32)
+        total += value * value
+    tl.store(out + n * 2 * parts + parts + part, tl.sum(total, 0))
+
+
+@triton.jit
+def finish(
+    found, limits, out, tiny_x, tiny_d, bias, parts,
+    FLAGS: tl.constexpr, FLOOR: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What ``scales`` stores, from the parts that ``moments`` found."""
+    n = tl.program_id(0).to(tl.int64)
+    q = tl.arange(0, BLOCK)
+    x_norm = tl.sqrt_rn(tl.sum(tl.load(found + n * 2 * parts + q, mask=q < parts, other=0.0), 0) + tiny_x + bias)
+    d_norm = tl.sqrt_rn(tl.sum(tl.load(found + n * 2 * parts + parts + q, mask=q < parts, other=0.0), 0) + tiny_d)
+    tl.store(out + n, _limited(x_norm, d_norm, limits, FLAGS, FLOOR, SMALLEST))
+
+
+@triton.jit
+def finish_exact(
+    found, squares, sums, out, tiny_x, tiny_d, bias, beta2, share, rounding, parts, tiles,
+    SUMS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Norm of each record's product from its squares by tile, and what rounding may hide; infinite if not finite.
+
+    ``share`` of the squared product of the factors' norms is what squares may be off (grams cancel), ``rounding`` of
+    that product what the sum that is formed may be. With SUMS, beta2 times the squares of ``sums`` belong to the bias.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    q = tl.arange(0, BLOCK)
+    x2 = tl.sum(tl.load(found + n * 2 * parts + q, mask=q < parts, other=0.0).to(tl.float64), 0) + tiny_x + bias
+    d2 = tl.sum(tl.load(found + n * 2 * parts + parts + q, mask=q < parts, other=0.0).to(tl.float64), 0) + tiny_d
+    total = tl.zeros((TILES,), dtype=tl.float64)
+    for start in range(0, tiles, TILES):
+        e = start + tl.arange(0, TILES)
+        total += tl.load(squares + n * tiles + e, mask=e < tiles, other=0.0).to(tl.float64)
+    square = tl.sum(total, 0)
+    if SUMS:
+        plain = tl.load(sums + n).to(tl.float64)
+        square += beta2 * plain * plain
+    square = tl.where(tl.abs(square) < float("inf"), square, float("inf"))  # NaN as well
+    free = x2 * d2
+    hidden = tiny_x * d2 + tiny_d * x2  # products of tiny numbers vanish in float32
+    square = tl.where(square > 0, square, 0.0) * (1 + 2.0**-15) + share * free + hidden
+    norm = (tl.sqrt(square) + rounding * tl.sqrt(free)).to(tl.float32) * (1 + 2.0**-22)
+    tl.store(out + n, tl.where(norm < float("inf"), norm, float("inf")))
+
+
+@triton.jit
+def channels(
+    x, d, out, count, places, xn, xc, xp, dn, dc, dp, EXACT: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr
+):
+    """out[record, :, block of channels]: what the norms of a gain and an offset per channel are made of.
+
+    With EXACT the squares of (sum over positions of d x), of (sum of d), and the sums of |d x| and |d|; otherwise the
+    largest channel's squares of x, and the squares of d.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    first = tl.zeros((CHANNELS, DEPTH), dtype=tl.float64)
+    second = tl.zeros((CHANNELS, DEPTH), dtype=tl.float64)
+    third = tl.zeros((CHANNELS, DEPTH), dtype=tl.float64)
+    fourth = tl.zeros((CHANNELS, DEPTH), dtype=tl.float64)
+    for start in range(0, places, DEPTH):
+        p = start + tl.arange(0, DEPTH)
+        inside = (c < count)[:, None] & (p < places)[None, :]
+        b = tl.load(x + n * xn + c[:, None] * xc + p[None, :] * xp, mask=inside, other=0.0).to(tl.float64)
+        a = tl.load(d + n * dn + c[:, None] * dc + p[None, :] * dp, mask=inside, other=0.0).to(tl.float64)
+        if EXACT:
+            first += a * b
+            second += a
+            third += tl.abs(a * b)
+            fourth += tl.abs(a)
+        else:
+            first += b * b
+            second += a * a
+    blocks = tl.num_programs(1)
+    place = out + n * 4 * blocks + tl.program_id(1)
+    gains = tl.sum(first, 1)
+    if EXACT:
+        offsets = tl.sum(second, 1)
+        tl.store(place, tl.sum(gains * gains, 0))
+        tl.store(place + blocks, tl.sum(offsets * offsets, 0))
+        tl.store(place + 2 * blocks, tl.sum(tl.sum(third, 1), 0))
+        tl.store(place + 3 * blocks, tl.sum(tl.sum(fourth, 1), 0))
+    else:
+        bad = tl.sum(tl.where(gains < float("inf"), 0, 1), 0) > 0  # a maximum would pass over NaN
+        tl.store(place, tl.where(bad, float("inf"), tl.max(gains, 0)))
+        tl.store(place + blocks, tl.sum(tl.sum(second, 1), 0))
+
+
+@triton.jit
+def finish_channels(
+    found, limits, out, blocks, beta, shared, tiny_x, tiny_d, rounding,
+    EXACT: tl.constexpr, FLAGS: tl.constexpr, FLOOR: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A record's scale from what ``channels`` found, or with EXACT the norm of its gradient."""
+    n = tl.program_id(0).to(tl.int64)
+    q = tl.arange(0, BLOCK)
+    place = found + n * 4 * blocks + q
+    first = tl.load(place, mask=q < blocks, other=0.0)
+    second = tl.sum(tl.load(place + blocks, mask=q < blocks, other=0.0), 0)
+    if EXACT:
+        third = tl.sum(tl.load(place + 2 * blocks, mask=q < blocks, other=0.0), 0)
+        fourth = tl.sum(tl.load(place + 3 * blocks, mask=q < blocks, other=0.0), 0)
+        norm = tl.sqrt(tl.sum(first, 0) + beta * beta * second) + rounding * (third + beta * fourth)
+        norm = norm.to(tl.float32) * (1 + 2.0**-22)
+        tl.store(out + n, tl.where(norm < float("inf"), norm, float("inf")))
+    else:
+        x_norm = tl.sqrt(tl.max(first, 0) + (beta * beta * shared + tiny_x)).to(tl.float32)
+        d_norm = tl.sqrt(second + tiny_d).to(tl.float32)
+        tl.store(out + n, _limited(x_norm, d_norm, limits, FLAGS, FLOOR, SMALLEST))
