@@ -102,6 +102,9 @@ def _open_door(module: nn.Module, args: Any, kwargs: Any) -> None:
     """What is left of an entrance in a copy of the model."""
 
 
+_open_door._weightclip = True  # type: ignore[attr-defined]
+
+
 def _left_behind() -> Any:
     return _open_door
 

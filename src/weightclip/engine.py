@@ -161,7 +161,10 @@ class PrivacyEngine(TrainingLoop):
         loss = recognise(criterion, limited=self.bounds.limits_all())
         self._call = call_of(module, data_loader, example, self.device)
         is_open = self.bounds.is_open() and mechanism is None
-        self.plan = OpenPlan(module, self.bounds) if is_open else build_plan(module, loss, self.bounds, self._call.args)
+        self.plan = (
+            OpenPlan(module, self.bounds) if is_open
+            else build_plan(module, loss, self.bounds, self._call.positional())
+        )  # fmt: skip
         self._model_draws = model_draws(module, self._call.random(2, 0))
         self._recorder, self._constants = Recorder(self.device), {}
         self._gains = Gains(self.plan, self.bounds, self._recorder)
