@@ -183,5 +183,5 @@ def test_a_record_adds_the_same_bits_whoever_else_is_there(dtype, interpreter):
 
 def test_what_fits():
     x = torch.zeros(2, 32, 4)
-    assert not fits_tiles(x, x, 32, True)  # no GPU
+    assert not fits_tiles(x, x, 32, convolution=False)  # no GPU
     assert by_grams(64, 2304, 256) and not by_grams(1024, 576, 64) and not by_grams(129, 10**6, 10**6)

@@ -38,9 +38,7 @@ from weightclip.factors._limits import (
     wide,
 )
 from weightclip.factors._record_norms import CHANNEL, FREE, Geometry, conv_record_norm
-from weightclip.factors._tiles import Window, fits_tiles, tf32_allowed, tile_norms, tile_sums
-
-_NARROW = 8  # input channels below which tiles read memory too slowly
+from weightclip.factors._tiles import Window, fits_tiles, tile_norms, tile_sums
 
 
 def patch_counts(size: int, kernel: int, stride: int, dilation: int, padding: int, out: int, like: Tensor) -> Tensor:
@@ -262,9 +260,9 @@ def _odd(shape: Shape) -> bool:
 
 def _tiled(x: Tensor, d: Tensor, shape: Shape, product: torch.dtype) -> bool:
     """Whether tensor cores form the product of one record at a time."""
-    if product != torch.float32 or x.dim() != 4 or shape.groups > 1 or shape.transposed or x.shape[1] < _NARROW:
+    if product != torch.float32 or x.dim() != 4 or shape.groups > 1 or shape.transposed:
         return False
-    return fits_tiles(x, d, math.prod(d.shape[2:]), tf32_allowed(convolution=True))
+    return fits_tiles(x, d, math.prod(d.shape[2:]), convolution=True)
 
 
 def conv_scale(
