@@ -279,12 +279,12 @@ def test_large_tables_are_encoded_once_in_half_precision(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(fit, "_MAPPED", 0)
     seen = []
-    real = fit.train_many
+    real = fit.train
 
-    def watched(features, *rest, **settings):
-        seen.extend([features.dtype, os.listdir(tmp_path)])
-        return real(features, *rest, **settings)
+    def watched(records, *rest, **settings):
+        seen.extend([records.features.dtype, os.listdir(tmp_path)])
+        return real(records, *rest, **settings)
 
-    monkeypatch.setattr(fit, "train_many", watched)
+    monkeypatch.setattr(fit, "train", watched)
     assert np.array_equal(LipDPClassifier(**QUICK).fit(X, Y).predict_proba(X), half.predict_proba(X))
     assert str(seen[0]) == "torch.float16" and seen[1] == []

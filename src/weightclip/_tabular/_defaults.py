@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from weightclip._fast_mlp import Settings
+from ._training import Settings
 
 AGREEMENT_SHARE = 0.04  # part of the precision spent on a regressor's last look at its predictions
 KINDS_SHARE = 0.03  # part of the precision spent on a vote about kinds, where a column has no declared type
@@ -46,7 +46,6 @@ def settings(n: int, epsilon: float, width: int, outputs: int, chosen: Mapping[s
         lr=chosen.get("learning_rate", lr),
         final_lr=0.1,
         averaging=0.95,
-        input_radius=1.0,
         bias_scale=chosen.get("bias_scale", 0.3),
         cap=chosen.get("gradient_cap"),
         temperature=chosen.get("temperature", 0.4),

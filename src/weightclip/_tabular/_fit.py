@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightclip import accounting
-from weightclip._fast_mlp import Absolute, Budget, Huber, Logistic, Objective, Run, Softmax, train_many
+from weightclip import accounting, losses
 from weightclip._streams import Streams
 from weightclip.accounting import Mechanism
 from weightclip.errors import WeightclipError
@@ -38,6 +37,7 @@ from ._private import column_kinds
 from ._report import privacy_report, settings_json
 from ._table import BLOCK, Table
 from ._target import Target, agreement, fit_target
+from ._training import UNKNOWN, Budget, Records, Run, Settings, train
 
 _IN_MEMORY = 1 << 28  # bytes of features in full precision; those of larger tables are kept in half precision
 _MAPPED = 1 << 31  # bytes of features in half precision beyond which they are kept in a mapped file
@@ -104,7 +104,7 @@ class Plan:
         progress: Called with (steps done, steps in all).
         not_covered: Sentences the report has to add.
         records: Public number of records; None declares the true one public.
-        objective: Makes the objective that is trained from the plain one and the labels (sample weights).
+        weights: Chance of each record to take part in a step it was drawn for (sample weights); None: always.
         spent: What was released of the records before the fit, within the same budget.
         columns: The columns as declared, before any kind was voted on: what is spent follows from these alone.
     """
@@ -119,7 +119,7 @@ class Plan:
     progress: Callable[[int, int], None] | None = None
     not_covered: tuple[str, ...] = ()
     records: int | None = None
-    objective: Callable[[Objective, np.ndarray], Objective] = lambda inner, _: inner
+    weights: np.ndarray | None = None
     spent: tuple[Mechanism, ...] = ()
     columns: tuple[Column, ...] | None = None
 
@@ -167,8 +167,7 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
     """
     n = plan.records or len(table)
     fitted = _center(_preprocess(table, plan, n), table, plan, n)
-    objective = Logistic() if len(classes) == 2 else Softmax(len(classes))
-    run = _train(table, fitted, codes, objective, plan, n)
+    run = _train(table, fitted, codes, len(classes), plan, n)
     model = Model(fitted.encoder, fold(run.weights, run.settings.temperature), "classification", classes, target=target)
     public = {"classes": len(classes), "settings": settings_json(run.settings)}
     return model, _report(fitted, run, plan, n, public), run
@@ -202,7 +201,7 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
     # A record whose target is not finite takes part with zero gradient; the others are cut to the range.
     scaled = (np.clip(y, low, high) - scale.middle) / scale.unit
     scaled[~np.isfinite(y)] = math.nan
-    run = _train(table, fitted, scaled, Huber() if plan.loss == "huber" else Absolute(), plan, n)
+    run = _train(table, fitted, scaled, 0, plan, n)
     # Outputs of a model are in units of its range.
     range_ = Target.public(low, high)
     factor, shift = scale.unit / range_.unit, (scale.middle - range_.middle) / range_.unit
@@ -276,27 +275,36 @@ def _center(fitted: Fitted, table: Table, plan: Plan, n: int) -> Fitted:
     return fitted if center_error(width, sigma, n) > 1 else center(fitted, table, sigma, plan.streams, n)
 
 
-def _train(table: Table, fitted: Fitted, labels: np.ndarray, objective: Objective, plan: Plan, n: int) -> Run:
-    encoder = fitted.encoder
-    chosen = dict(plan.chosen)
-    if isinstance(objective, (Huber, Absolute)):
+def _train(table: Table, fitted: Fitted, labels: np.ndarray, classes: int, plan: Plan, n: int) -> Run:
+    """The network: for so many classes, or for a number (0)."""
+    encoder, chosen = fitted.encoder, dict(plan.chosen)
+    if classes == 0:
         chosen["temperature"] = 1.0
-        chosen["gradient_cap"] = chosen.get("gradient_cap", 0.3) if isinstance(objective, Huber) else None
-    settings = _defaults.settings(n, plan.epsilon, encoder.width, objective.outputs, chosen)
-    settings = replace(settings, input_radius=encoder.radius * (1 + 1e-6))
+        chosen["gradient_cap"] = chosen.get("gradient_cap", 0.3) if plan.loss == "huber" else None
+    outputs = classes if classes > 2 else 1
+    settings = _defaults.settings(n, plan.epsilon, encoder.width, outputs, chosen)
     small = len(table) * encoder.width * 4 <= _IN_MEMORY
-    features = encoder.transform(table.values) if small else _half(table, encoder)
-    budget = Budget(plan.epsilon, plan.delta, plan.accountant, fitted.mechanisms)
-    objective = plan.objective(objective, labels)
-    return train_many(
-        features, labels, [settings], [plan.streams], objective=objective, noise=budget, records=n,
+    features = torch.from_numpy(encoder.transform(table.values)) if small else _half(table, encoder)
+    weights = None if plan.weights is None else torch.from_numpy(np.asarray(plan.weights, dtype=np.float64))
+    if classes > 2:
+        y = torch.from_numpy(np.where((labels >= 0) & (labels < classes), labels, UNKNOWN).astype(np.int64))
+    else:  # a label beyond [0, 1], or one that is no number, contributes nothing
+        y = torch.from_numpy(np.asarray(labels, dtype=np.float32))
+    return train(
+        Records(features, y, weights), outputs, _loss(classes, settings, plan), settings,
+        Budget(plan.epsilon, plan.delta, plan.accountant, fitted.mechanisms), plan.streams, n,
         progress=plan.progress,
-    )[0][0]  # fmt: skip
+    )  # fmt: skip
+
+
+def _loss(classes: int, settings: Settings, plan: Plan) -> losses.Loss:
+    if classes == 0:
+        return losses.L1() if settings.cap is None else losses.Huber(delta=settings.cap)
+    kind = losses.BCEWithLogits if classes == 2 else losses.CrossEntropy
+    return kind(temperature=settings.temperature, scale_by_temperature=True, cap=settings.cap)
 
 
 def _report(fitted: Fitted, run: Run, plan: Plan, n: int, public: dict[str, Any]) -> dict[str, Any]:
-    if not run.finite:
-        raise WeightclipError("training left the finite numbers: lower learning_rate.")
     return privacy_report(
         fitted, run, delta=plan.delta, target=plan.epsilon, accountant=plan.accountant, n=n, public=public,
         secure=plan.streams.is_secure, not_covered=plan.not_covered,
