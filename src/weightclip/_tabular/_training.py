@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -136,9 +137,13 @@ class Budget:
 
     def sigma(self, q: float, steps: int) -> float:
         """The smallest noise multiplier that keeps the budget; draws beyond what rounding allows for cost δ."""
-        return calibrate_sigma(
-            self.epsilon, self.delta - steps * TAIL, q, steps, self.accountant, extra_mechanisms=self.extra
-        )
+        return _sigma(self, q, steps)
+
+
+@functools.lru_cache(maxsize=256)
+def _sigma(budget: Budget, q: float, steps: int) -> float:
+    left = budget.delta - steps * TAIL
+    return calibrate_sigma(budget.epsilon, left, q, steps, budget.accountant, extra_mechanisms=budget.extra)
 
 
 def train(
