@@ -36,7 +36,7 @@ from weightclip._streams import Streams
 from weightclip._tabular import _defaults, _fit
 from weightclip._tabular._columns import Column, Schema
 from weightclip._tabular._encoder import Fitted
-from weightclip._tabular._fit import Plan, Preprocessing, PrivateScaling, PublicScaling
+from weightclip._tabular._plan import Plan, Preprocessing, PrivateScaling, PublicScaling
 from weightclip._tabular._table import Table, frame_columns, to_values
 from weightclip.estimators import LipDPClassifier
 from weightclip_studies import data

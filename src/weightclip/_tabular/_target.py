@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from weightclip._streams import Streams
 from weightclip.accounting import Mechanism
 
 from . import _private as private
 from ._columns import Column
+from ._door import Door
 from ._encoder import FEW_LEVELS, LEVELS
 from ._private import Forest, mixed_grid, ranges
 from ._table import Table
@@ -44,7 +44,7 @@ class Target:
 
 
 def fit_target(
-    y: np.ndarray, span: tuple[float, float] | None, sigma: float, streams: Streams, n: int
+    y: np.ndarray, span: tuple[float, float] | None, sigma: float, door: Door, n: int
 ) -> tuple[Target, tuple[Mechanism, ...]]:
     """Range, middle and spread of a target, and what they cost.
 
@@ -57,9 +57,9 @@ def fit_target(
     """
     blocks = Table((Column("target", "numeric"),), y[:, None]).blocks
     coarse, fine = (sigma * math.sqrt(3), sigma * math.sqrt(1.5)) if span is None else (0.0, sigma)
-    whole = span or ranges(blocks, (0,), coarse, streams, "target/range")[0]
+    whole = span or ranges(blocks, (0,), coarse, door, "target/range")[0]
     levels = LEVELS if fine * LEVELS / 2 / n < 0.03 else FEW_LEVELS
-    forest = Forest([mixed_grid(*whole, levels)], blocks, (0,), fine, streams, "target/quantiles")
+    forest = Forest([mixed_grid(*whole, levels)], blocks, (0,), fine, door, "target/quantiles")
     tail = min(0.2, max(0.005, 1.5 * forest.error() / max(forest.totals[0], 1.0)))
     inner = max(tail, 0.1)
     low, left, middle, right, high = forest.quantiles(0, np.array([tail, inner, 0.5, 1 - inner, 1 - tail])).tolist()
@@ -79,7 +79,10 @@ def fit_target(
 
 
 def agreement(
-    blocks: Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]], middle: float, sigma: float, streams: Streams
+    blocks: Callable[[], Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]],
+    middle: float,
+    sigma: float,
+    door: Door,
 ) -> float:
     """The factor, from 0 to 1, by which predictions should swing around `middle`.
 
@@ -87,24 +90,27 @@ def agreement(
     tell how much of a prediction's swing the targets follow; what they do not follow is taken back.
 
     Args:
-        blocks: Makes a pass over (predictions, targets), both in the units that the network learnt.
+        blocks: Makes a pass over (predictions, targets, sample weights or None), the first two in the units that the
+            network learnt.
         middle: Prediction for an average record, as released.
         sigma: Noise multiplier; 0 is not private.
-        streams: Randomness.
+        door: Where releases go through.
 
     Formal guarantees:
-        Releases Σuv and Σu² over records, u and v being prediction and target less the middle, cut to [−1, 1]: one
-        record moves the two by at most √2 in l2 norm, hence one Gaussian mechanism with multiplier `sigma` under
-        adding or removing one record. Terms are whole multiples of 2^-30 and their sums are exact; a record whose
-        target or prediction is not finite counts zero. The factor is post-processing.
+        Releases Σwuv and Σwu² over records, u and v being prediction and target less the middle, cut to [−1, 1], and w
+        the sample weight, cut to [0, 1]: one record moves the two by at most √2 in l2 norm, hence one Gaussian
+        mechanism with multiplier `sigma` under adding or removing one record. Terms are whole multiples of 2^-30 and
+        their sums are exact; a record whose target or prediction is not finite, or whose weight is no number, counts
+        zero. The factor is post-processing.
     """
     total = np.zeros(2, dtype=np.int64)
-    for predictions, targets in blocks():
+    for predictions, targets, weights in blocks():
+        w = np.ones_like(targets) if weights is None else np.clip(np.nan_to_num(weights, nan=0.0), 0.0, 1.0)
         good = np.isfinite(predictions) & np.isfinite(targets)
         u, v = (np.clip((x - middle) / _REACH, -1.0, 1.0) for x in (predictions, targets))
         u, v = np.where(good, u, 0.0), np.where(good, v, 0.0)
-        total += np.rint(np.stack([u * v, u * u]) * _ONE).astype(np.int64).sum(axis=1)
-    both, own = private.release(total / _ONE, 2 * (1 + 1e-5), sigma, streams, "target/agreement").tolist()
+        total += np.rint(np.stack([w * u * v, w * u * u]) * _ONE).astype(np.int64).sum(axis=1)
+    both, own = private.release(total / _ONE, 2 * (1 + 1e-5), sigma, door, "target/agreement").tolist()
     noise = sigma * math.sqrt(2)
     own = max(own, 1.5 * noise, 1e-9)
     slope = both / own

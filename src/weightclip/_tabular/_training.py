@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,10 @@ from weightclip.losses import Loss
 from weightclip.models import MLP
 from weightclip.nn import ParameterAverage
 
+from ._resume import Checkpoint
+
 _PIECE = 1 << 22  # numbers of a physical batch: larger draws are handed out in pieces, so that memory stays bounded
+_SAVES = 24  # times that a training is kept on its way
 _INIT, _WEIGHTS, _ENGINE = "table/init", "table/weights", "table/engine"
 
 
@@ -155,7 +158,8 @@ def train(
     streams: Streams,
     n: int,
     *,
-    ledger: str | os.PathLike[str] | None = None,
+    ledger: Path | None = None,
+    checkpoint: Checkpoint | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Run:
     """Train one network with :class:`weightclip.PrivacyEngine`.
@@ -168,7 +172,9 @@ def train(
         budget: What may be spent, and what of it is spent already.
         streams: Randomness; the engine's own is the operating system's, unless these are seeded.
         n: Public number of records, from which q and T follow.
-        ledger: File in which the engine counts every release before it happens.
+        ledger: File in which the engine counts every release before it happens; it holds `budget.extra` already.
+        checkpoint: Where the training is kept now and then, and taken up again. Needs a ledger: steps that were
+            charged and lost are not repeated, so that the total stays what was planned.
         progress: Called with (steps done, steps in all).
 
     Formal guarantees:
@@ -184,6 +190,9 @@ def train(
     tensors = [records.features, records.labels] + ([] if records.weights is None else [records.weights])
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr, fused=True)
     engine = PrivacyEngine(budget.accountant, ledger=ledger)
+    first = 0 if ledger is None else sum(m.steps for m in budget.extra)
+    if engine.steps != first and (checkpoint is None or engine.steps < first):
+        raise ContractError(f"ledger {ledger} was charged by another run during this fit: start again.")
     with torch.enable_grad():
         engine.make_private(
             module=model, optimizer=optimizer, data_loader=DataLoader(TensorDataset(*tensors), batch_size=batch),
@@ -193,7 +202,10 @@ def train(
         )  # fmt: skip
         try:
             average = ParameterAverage(model, settings.averaging)
-            _loop(engine, average, settings, steps, streams, progress)
+            if checkpoint is not None and checkpoint.engine.exists():
+                engine.load(checkpoint.engine)
+                checkpoint.load_average(average)
+            _loop(engine, average, settings, first, steps, streams, checkpoint, progress)
             layers = [{k: row[k] for k in ("name", "parameters", "sensitivity", "noise")}
                       for row in engine.report()["layers"]]  # fmt: skip
         finally:
@@ -206,12 +218,12 @@ def train(
 
 
 def _loop(
-    engine: PrivacyEngine, average: ParameterAverage, settings: Settings, steps: int, streams: Streams,
-    progress: Callable[[int, int], None] | None,
+    engine: PrivacyEngine, average: ParameterAverage, settings: Settings, first: int, steps: int, streams: Streams,
+    checkpoint: Checkpoint | None, progress: Callable[[int, int], None] | None,
 ) -> None:  # fmt: skip
-    """Steps until as many were released as planned."""
+    """Steps until as many were released as planned, those of interrupted runs included."""
     step, (group,) = engine.fused_step(), engine.optimizer.param_groups
-    first, done, piece = engine.steps, 0, 0
+    done, piece = engine.steps - first, 0
     try:
         while done < steps:
             for x, y, *weights in engine.loader:
@@ -224,6 +236,9 @@ def _loop(
                     continue
                 done, piece = engine.steps - first, 0
                 average.update()
+                if checkpoint is not None and done % max(1, steps // _SAVES) == 0:
+                    engine.save(checkpoint.engine)
+                    checkpoint.save_average(average)
                 if progress is not None:
                     progress(done, steps)
                 if done >= steps:

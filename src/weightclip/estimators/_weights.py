@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from weightclip._tabular._fit import Plan
+from weightclip._tabular._plan import Plan
 from weightclip.errors import WeightclipError
 
 NOTE = (
