@@ -36,7 +36,7 @@ from ._private import column_kinds
 from ._report import privacy_report, settings_json
 from ._resume import Stage
 from ._table import BLOCK, Table
-from ._target import Target, agreement, fit_target
+from ._target import Target, agreement, fit_target, pretended
 from ._training import UNKNOWN, Budget, Records, Run, Settings, train
 
 _IN_MEMORY = 1 << 28  # bytes of features in full precision; those of larger tables are kept in half precision
@@ -117,7 +117,10 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
     middle = float(raw.forward(np.zeros((1, fitted.encoder.width)))[0, 0])
     swing = 1.0
     if not isinstance(plan.preprocessing, PublicScaling):
-        swing = agreement(lambda: _predictions(raw, table, scaled, plan.weights), middle, check, Door(plan.streams))
+        swing = agreement(
+            lambda: _predictions(raw, table, scaled, plan.weights), raw.logits(pretended(fitted.encoder))[:, 0], middle,
+            n, check, Door(plan.streams),
+        )  # fmt: skip
     w, b = w * np.float32(swing), b * np.float32(swing) + np.float32((1 - swing) * middle)
     last = (w * np.float32(factor), b * np.float32(factor) + np.float32(shift))
     model = Model(fitted.encoder, (*inner, last), "regression", (), (low, high), target)
@@ -142,7 +145,8 @@ def _before_regression(
     if not isinstance(plan.preprocessing, PrivateScaling):
         return Stage(fitted, scale)
     left = 1 - (plan.preprocessing.share or 0.2)
-    check = 1 / (mu_left(plan) * math.sqrt(min(_defaults.AGREEMENT_SHARE, left / 4)))
+    mu = mu_left(plan)
+    check = 1 / (mu * math.sqrt(min(_defaults.agreement_share(n, mu), left / 4)))
     paid = Mechanism("gaussian", check, 1.0, 1, label="agreement of predictions and targets")
     plan.door.charge(paid)
     return Stage(replace(fitted, mechanisms=(*fitted.mechanisms, paid)), scale, check)

@@ -52,7 +52,8 @@ class LipDPRegressor(RegressorMixin, LipDP):
             preprocessing=preprocessing, hidden_layer_sizes=hidden_layer_sizes, epochs=epochs,
             batch_fraction=batch_fraction, learning_rate=learning_rate, gradient_cap=gradient_cap,
             joint_cap=joint_cap, temperature=temperature, bias_scale=bias_scale, weight_norm=weight_norm,
-            accountant=accountant, random_state=random_state, n_records=n_records, ledger=ledger, verbose=verbose, n_jobs=n_jobs,
+            accountant=accountant, random_state=random_state, n_records=n_records, ledger=ledger,
+            verbose=verbose, n_jobs=n_jobs,
         )  # fmt: skip
         self.loss = loss
         self.target_bounds = target_bounds
