@@ -20,8 +20,10 @@ def ebm(job, X, y, train, seed):
 
     bounds, types = {}, []
     for c in job["columns"]:
-        if c["type"] == "categorical":
-            types.append("nominal")
+        if (
+            c["type"] == "categorical"
+        ):  # public categories are free; "nominal" would pay to find them
+            types.append([str(v) for v in c["categories"]] if c.get("categories") else "nominal")
         else:
             types.append("continuous")
             bounds[c["name"]] = (float(c.get("low", 0)), float(c.get("high", 1)))
