@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import math
 import re
 from pathlib import Path
 
@@ -11,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
 TEXTS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
-GUIDES = ["auditing", "bounds", "opacus", "saving"]
+GUIDES = ["auditing", "bounds", "features", "opacus", "saving"]
 _FENCE = re.compile(r"^```(\w*).*?\n(.*?)^```", re.M | re.S)
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(?:#([\w-]+))?\)")
 _NAMED = re.compile(r"`((?:src|studies|tests|docs|examples|benchmarks|tools|results|\.github)/[\w./-]*)`")
@@ -62,6 +64,17 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", TEXTS, ids=name)
 def test_named_files_exist(page: Path) -> None:
     assert [path for path in _NAMED.findall(page.read_text()) if not (ROOT / path).exists()] == []
+
+
+def test_the_table_of_defaults_is_the_committed_one() -> None:
+    with (ROOT / "results/method/defaults_tasks.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    text = (DOCS / "bounds.md").read_text()
+    for task in {row["task"] for row in rows}:
+        found = {row["method"]: float(row["accuracy"]) for row in rows if row["task"] == task}
+        shown = [found[name] for name in ("default", "layer caps", "weights", "Opacus")]
+        cells = ["refused" if math.isnan(value) else f"{value:.3f}" for value in shown]
+        assert f"| {task} | {' | '.join(cells)} |" in text
 
 
 def test_every_page_has_its_place() -> None:
