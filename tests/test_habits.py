@@ -58,7 +58,7 @@ def test_hooks_are_pinned() -> None:
 def test_text_files_end_as_the_hook_wants_them() -> None:
     kept = [
         path
-        for folder in ("src", "tests", "docs", "examples", "tools", ".github")
+        for folder in ("src", "studies", "tests", "docs", "examples", "tools", ".github")
         for path in (ROOT / folder).rglob("*")
     ]
     kept += list(ROOT.iterdir())
