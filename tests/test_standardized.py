@@ -127,7 +127,7 @@ def test_noise_is_added_before_the_pull_back(joint):
     bounds = wc.Bounds(joint_cap=1.0) if joint else wc.Bounds(layer_radius=1.0, cotangent_radius=1.0)
     _, net, optimizer, loader, loss = private(small_net(), x, y, 2.0, bounds)
     one_step(net, optimizer, loader, loss)
-    for module in net:
+    for module in net.children():
         if isinstance(module, StandardizedConv2d):
             assert module.weight.grad is not None
             grad, weight = module.weight.grad.double().flatten(1), module.weight.detach().double().flatten(1)

@@ -40,8 +40,9 @@ class Release:
         With sensitivities Delta_k (rounding slack included) and scales s_k from the allocation,
         sum_k Delta_k^2/s_k^2 = 1/sigma^2: all layers jointly are one Gaussian mechanism of multiplier sigma under
         adding or removing one record. The divisor is the public expected batch size. With M views of each record
-        Delta_k bounds each *unscaled* view, so their sum moves by at most M Delta_k: noise M s_k, divisor M b. With a
-        K-norm mechanism Delta_k bounds entrywise norms, and one draw is 1/sigma-DP. A grid rounds what is released.
+        Delta_k bounds each *unscaled* view, so their sum moves by at most M Delta_k: noise M s_k, divisor M b
+        (SOUNDNESS Theorem 18). With a K-norm mechanism Delta_k bounds entrywise norms, and one draw is 1/sigma-DP. A
+        grid rounds what is released.
     """
 
     def __init__(

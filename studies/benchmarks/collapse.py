@@ -70,7 +70,7 @@ def one(task: str, table: str, n: int, columns: int, epsilon: float, seed: int, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=60, help="seeds of each setting")
     parser.add_argument("--out", type=Path, default=Path("results/estimators/collapse.csv"))
     parser.add_argument("--tasks", default="classification,regression")

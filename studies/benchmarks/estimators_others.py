@@ -16,7 +16,7 @@ warnings.simplefilter("ignore")
 
 def ebm(job, X, y, train, seed):
     """InterpretML's DP explainable boosting machine with its defaults; binning is paid for."""
-    from interpret.privacy import DPExplainableBoostingClassifier
+    from interpret.privacy import DPExplainableBoostingClassifier  # pyright: ignore[reportMissingImports]
 
     bounds, types = {}, []
     for c in job["columns"]:
@@ -55,7 +55,7 @@ def scaled(job, X):
 
 def logistic(job, X, y, train, seed):
     """diffprivlib's logistic regression (objective perturbation)."""
-    from diffprivlib.models import LogisticRegression
+    from diffprivlib.models import LogisticRegression  # pyright: ignore[reportMissingImports]
 
     Z = scaled(job, X)
     norm = float(np.sqrt(sum(1 for _ in job["columns"])))
@@ -66,7 +66,7 @@ def logistic(job, X, y, train, seed):
 
 def bayes(job, X, y, train, seed):
     """diffprivlib's Gaussian naive Bayes."""
-    from diffprivlib.models import GaussianNB
+    from diffprivlib.models import GaussianNB  # pyright: ignore[reportMissingImports]
 
     Z = scaled(job, X)
     model = GaussianNB(epsilon=job["epsilon"], bounds=(0, 1), random_state=seed)

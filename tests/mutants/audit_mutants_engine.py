@@ -195,7 +195,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     # the printed algorithm trusts C: the norm that is accounted is the limit, whatever the weights are
     real = gains.Gains.current
 
-    def current(self: Any, *rest: Any) -> dict[str, torch.Tensor]:
+    def current(self: Any, *rest: Any) -> Any:
         limit = self.plan.bounds.weight_norm
         if limit is None:  # the canaries' model has no limit to trust
             return real(self, *rest)

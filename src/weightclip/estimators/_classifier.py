@@ -104,8 +104,8 @@ class LipDPClassifier(ClassifierMixin, LipDP):
                 cut beyond. A weight is a private part of its record.
 
         Formal guarantees:
-            Everything the fitted estimator holds is (epsilon_, delta_)-DP under adding or removing one record, given
-            the number of records, the columns' names and types, the classes and the parameters. Labels outside
+            Everything the fitted estimator holds is (``epsilon_``, ``delta_``)-DP under adding or removing one record,
+            given the number of records, the columns' names and types, the classes and the parameters. Labels outside
             `classes` contribute nothing.
         """
         if y is None:

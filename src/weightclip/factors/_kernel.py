@@ -1,8 +1,8 @@
 """Weight gradients on CUDA in one kernel: records are scaled, multiplied and summed in float64 without any copy.
 
 A float32 sum over a batch may move by several times one record's contribution when that record is added (SOUNDNESS
-section 6); in float64 it does not. Tensor cores multiply in float64 about as fast as others do in float32, so the only
-price to avoid is that of float64 copies: this kernel reads activations and cotangents as they lie in memory.
+Theorems 21 and 24); in float64 it does not. Tensor cores multiply in float64 about as fast as others do in float32, so
+the only price to avoid is that of float64 copies: this kernel reads activations and cotangents as they lie in memory.
 """
 
 from __future__ import annotations
