@@ -162,7 +162,9 @@ def _lora(lib: Any) -> Case:
     import peft
 
     torch.manual_seed(0)
-    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, lora_dropout=0.0, target_modules=["query", "value"])
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS", r=2, lora_alpha=4, lora_dropout=0.0, target_modules=["query", "value"]
+    )
     return Case(peft.get_peft_model(bert(lib), config), text(), labels())
 
 
