@@ -181,7 +181,7 @@ class Climber:
         with collector.collection(1):
             torch.manual_seed(0)
             output = enforced(x)
-            assert not collector.backward(output, cotangent, [])
+            assert not collector.backward([output], [cotangent], [])
         worst = 0.0
         for i, g in enumerate(wanted):
             path = list(plan.layers)[self.place[i][0]]

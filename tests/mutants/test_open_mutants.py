@@ -14,7 +14,7 @@ from torch import Tensor
 import weightclip as wc
 from weightclip import _criterion, _gate, _install
 from weightclip._loop import TrainingLoop
-from weightclip.factors import Collector
+from weightclip.factors._rows import Layout, Table
 
 Patch = pytest.MonkeyPatch
 MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[], None]]] = {}
@@ -31,6 +31,7 @@ def mutant(check: Callable[[], None]):
 @mutant(tests.test_a_length_at_which_records_mix_is_refused_when_it_comes)
 def later_shapes_are_not_tested(patch: Patch) -> None:
     patch.setattr(TrainingLoop, "_test", lambda self, passage, ends: False)
+    patch.setattr(_install, "_prepare", lambda owner, module, args, kwargs: next(iter(owner()._tested)))
 
 
 @mutant(lambda: tests.test_copies_that_mix_or_change_records_are_refused(tests.turned))
@@ -73,14 +74,7 @@ def folded_rows_are_refused() -> None:
 
 @mutant(folded_rows_are_refused)
 def rows_are_divided_by_records_without_asking(patch: Patch) -> None:
-    real = Collector.take
-
-    def take(self, entry, x, d, borrowed=False, conf=()):
-        if self.rows is not None and self.probe is None:
-            x, d = (t.reshape(self.rows, -1, t.shape[-1]) for t in (x, d))
-        real(self, entry, x, d, borrowed, conf)
-
-    patch.setattr(Collector, "take", take)
+    patch.setattr(Table, "find", lambda self, place, shape, records: Layout(0, shape[0] // records))
 
 
 @mutant(lambda: tests.test_batch_normalisation_in_training_is_refused_by_name_also_when_it_comes_later())

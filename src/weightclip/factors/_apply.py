@@ -45,9 +45,12 @@ def apply(function: Any, part: Any, x: Tensor, weight: Tensor, bias: Tensor | No
         if passes is not None and (isinstance(x, Copied) or (part._wc_lone and passes.is_copy(part, x.dim()))):
             return _copied(function, part, x, weight, bias, passes, (*way, *conf))
     chosen = function if compiling or transforming() else EAGER[function]
-    if function in _MULTIPLY:
-        x = as_multiplied(x)
     return chosen.apply(x, weight, bias, *way, *conf)
+
+
+def multiplied(x: Tensor) -> Tensor:
+    """An input in the type autocast multiplies it in (:func:`as_multiplied`); copies are cast when they are used."""
+    return x if isinstance(x, Copied) else as_multiplied(x)
 
 
 def _copied(

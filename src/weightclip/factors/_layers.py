@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from weightclip import nn as wnn
 from weightclip.factors._affine import AffineFunction
 from weightclip.factors._apply import apply as _apply
+from weightclip.factors._apply import multiplied
 from weightclip.factors._conv import ConvFunction
 from weightclip.factors._dense import DenseFunction
 from weightclip.factors._embedding import EmbeddingFunction
@@ -29,7 +30,7 @@ class _Linear(Private):
         layer: Any = self
         if is_plain():
             return F.linear(input, layer.weight, layer.bias)
-        return _apply(DenseFunction, self, input, layer.weight, layer.bias, *self._conf())
+        return _apply(DenseFunction, self, multiplied(input), layer.weight, layer.bias, *self._conf())
 
 
 class _Bilinear(Private):
@@ -43,7 +44,7 @@ class _Bilinear(Private):
         if is_plain():
             return F.bilinear(input1, input2, layer.weight, layer.bias)
         x = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2)
-        return _apply(DenseFunction, self, x, layer.weight.flatten(1), layer.bias, *self._conf())
+        return _apply(DenseFunction, self, multiplied(x), layer.weight.flatten(1), layer.bias, *self._conf())
 
 
 class _Conv(Private):
@@ -73,8 +74,8 @@ class _Conv(Private):
                 input = F.pad(input, conv._reversed_padding_repeated_twice)
             padding = (0,) * axes
         y = _apply(
-            ConvFunction, self, input, self._kernel(), conv.bias, *self._conf(), conv.stride, padding, conv.dilation,
-            conv.groups, False, (0,) * axes,
+            ConvFunction, self, multiplied(input), self._kernel(), conv.bias, *self._conf(), conv.stride, padding,
+            conv.dilation, conv.groups, False, (0,) * axes,
         )  # fmt: skip
         return y.squeeze(0) if single else y
 
@@ -123,8 +124,8 @@ class _ConvTranspose(Private):
             input, output_size, conv.stride, conv.padding, conv.kernel_size, axes, conv.dilation
         )
         return _apply(
-            ConvFunction, self, input, conv.weight, conv.bias, *self._conf(), conv.stride, conv.padding, conv.dilation,
-            conv.groups, True, tuple(extra),
+            ConvFunction, self, multiplied(input), conv.weight, conv.bias, *self._conf(), conv.stride,
+            conv.padding, conv.dilation, conv.groups, True, tuple(extra),
         )  # fmt: skip
 
 

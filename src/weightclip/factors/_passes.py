@@ -72,15 +72,26 @@ class Passes:
         """Whether tensors at this place hold no records, so that every record gets its own copy of them."""
         return self.table is not None and NONE in self.table.layouts.get((place, dims), ())
 
-    @torch.enable_grad()  # without gradients some layers of torch take other ways
     def discover(self, run: Callable[[int], Any], signature: Hashable = None) -> Table:
         """Find the layouts of passes of one public signature by ``run(n)``, a forward pass over n public records.
+
+        Raises what ``run`` raises if the model takes none of the numbers of records that are tried.
 
         Formal guarantees:
             ``run`` must use public records only. What is found is compared with every later pass of that signature;
             whether it is true (no record in another's rows) is what the test of independence shows.
         """
-        before, table = self.signature, Table()
+        for sizes in SIZES:
+            try:
+                return self._discover(run, signature, Table(sizes))
+            except (RuntimeError, IndexError, ValueError) as error:
+                if isinstance(error, ContractError) or sizes is SIZES[-1]:
+                    raise
+        raise AssertionError
+
+    @torch.enable_grad()  # without gradients some layers of torch take other ways
+    def _discover(self, run: Callable[[int], Any], signature: Hashable, table: Table) -> Table:
+        before = self.signature
         self.signature, self.tables[signature] = signature, table
         try:
             # layers first. Then operators on copies, as far as these go: how far shows once their results are known
@@ -99,7 +110,7 @@ class Passes:
     def _learn(self, run: Callable[[int], Any], table: Table) -> bool:
         """Two runs; whether they came to places that no run had seen."""
         found = []
-        for records in SIZES:
+        for records in table.sizes:
             self.noting, self.records, self.running = {}, records, True
             run(records)
             found.append({place: shapes for place, shapes in self.noting.items() if place not in table.uses})

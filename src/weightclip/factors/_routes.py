@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightclip.errors import ContractError
-from weightclip.factors._apply import apply
+from weightclip.factors._apply import apply, multiplied
 from weightclip.factors._conv import ConvFunction
 from weightclip.factors._copies import ROUTES, Copied, operate
 from weightclip.factors._dense import DenseFunction
@@ -35,7 +35,7 @@ def confs(part: Any) -> tuple[Any, ...]:
 
 def dense(part: Part, x: Tensor) -> Tensor:
     """y = Wx + bias of a dense part."""
-    return apply(DenseFunction, part, x, part.weight, part.bias, *confs(part))
+    return apply(DenseFunction, part, multiplied(x), part.weight, part.bias, *confs(part))
 
 
 def _product(x: Any, root: Part, turned: bool) -> Tensor:
@@ -108,7 +108,7 @@ def _conv(axes: int, transposed: bool) -> Any:
             padding = 0
         part = part_of(root.layer, CONV, root.name)
         sizes = _tuple(stride, axes), _tuple(padding, axes), dilation, options["groups"], transposed, extra
-        y = apply(ConvFunction, part, input, part.weight, None, *confs(part), *sizes)
+        y = apply(ConvFunction, part, multiplied(input), part.weight, None, *confs(part), *sizes)
         return y if bias is None else y + bias.reshape(-1, *[1] * axes)
 
     return route

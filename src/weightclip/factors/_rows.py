@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from weightclip.errors import ContractError
 
-SIZES = (7, 2)  # numbers of public records
+SIZES = ((7, 2), (5, 3))  # numbers of public records; a model may not take every one
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,16 @@ class Layout:
 RECORDS, NONE = Layout(), Layout(0, 0)
 
 
-def layout_between(one: Sequence[int], other: Sequence[int]) -> Layout | None:
-    """The layout of a tensor that has shape ``one`` for 7 records and ``other`` for 2; None if there is none."""
+def layout_between(
+    one: Sequence[int], other: Sequence[int], sizes: tuple[int, int] = SIZES[0]
+) -> Layout | None:  # fmt: skip
+    """The layout of a tensor that has these shapes for these numbers of records; None if there is none."""
     if len(one) != len(other):
         return None
     grown = [k for k, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
     if not grown:
         return NONE
-    (a, b), (many, few) = (one[grown[0]], other[grown[0]]), SIZES
+    (a, b), (many, few) = (one[grown[0]], other[grown[0]]), sizes
     fits = len(grown) == 1 and a % many == 0 and a // many * few == b
     return Layout(grown[0], a // many) if fits else None
 
@@ -44,6 +46,7 @@ class Table:
     A place is whatever names a use: a private layer, or an argument of an operator on a copied parameter.
     """
 
+    sizes: tuple[int, int] = SIZES[0]
     layouts: dict[tuple[Hashable, int], set[Layout]] = field(default_factory=dict)
     uses: dict[Hashable, int] = field(default_factory=dict)
 
@@ -51,18 +54,17 @@ class Table:
         """Compare the shapes that the runs noted, place by place."""
         for place in one.keys() | other.keys():
             many, few = one.get(place, []), other.get(place, [])
+            name, (n, k) = names.get(place, "a layer"), self.sizes
             if len(many) != len(few):
                 raise ContractError(
-                    f"{names.get(place, 'a layer')} is used {len(many)} times for {SIZES[0]} records and {len(few)} "
-                    f"times for {SIZES[1]}: what runs must not depend on the batch size."
+                    f"{name} is used {len(many)} times for {n} records and {len(few)} times for {k}: what runs must not depend on the batch size."
                 )
             self.uses[place] = len(many)
             for a, b in zip(many, few, strict=True):
-                found = layout_between(a, b)
+                found = layout_between(a, b, self.sizes)
                 if found is None:
                     raise ContractError(
-                        f"{names.get(place, 'a layer')} gets a tensor of shape {tuple(a)} for {SIZES[0]} records and "
-                        f"{tuple(b)} for {SIZES[1]}: one dimension must hold the records, each with as many rows."
+                        f"{name} gets a tensor of shape {tuple(a)} for {n} records and {tuple(b)} for {k}: one dimension must hold the records, each with as many rows."
                     )
                 self._add(place, len(a), found, names)
                 if found == NONE:  # every record gets its own copy, in front
