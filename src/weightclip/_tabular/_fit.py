@@ -114,12 +114,12 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
     factor, shift = scale.unit / range_.unit, (scale.middle - range_.middle) / range_.unit
     *inner, (w, b) = fold(run.weights, run.settings.temperature)
     raw = Model(fitted.encoder, (*inner, (w, b)), "regression")
-    middle = float(raw.forward(np.zeros((1, fitted.encoder.width)))[0, 0])
-    swing = 1.0
+    reference = raw.logits(pretended(fitted.encoder))[:, 0]
+    middle, swing = float(reference.mean()), 1.0
     if not isinstance(plan.preprocessing, PublicScaling):
         swing = agreement(
-            lambda: _predictions(raw, table, scaled, plan.weights), raw.logits(pretended(fitted.encoder))[:, 0], middle,
-            n, check, Door(plan.streams),
+            lambda: _predictions(raw, table, scaled, plan.weights), reference, fitted.encoder.width, n, check,
+            Door(plan.streams),
         )  # fmt: skip
     w, b = w * np.float32(swing), b * np.float32(swing) + np.float32((1 - swing) * middle)
     last = (w * np.float32(factor), b * np.float32(factor) + np.float32(shift))

@@ -111,7 +111,7 @@ class Checkpoint:
         """Keep the average of the weights."""
         state = average.state_dict()
         scratch = self.folder / f".{_AVERAGE}.{secrets.token_hex(4)}"
-        save_file(state["average"], str(scratch), metadata={"steps": str(state["steps"])})
+        save_file(state["average"], str(scratch))
         os.replace(scratch, self.folder / _AVERAGE)
 
     def load_average(self, average: ParameterAverage) -> None:
@@ -120,7 +120,9 @@ class Checkpoint:
         if not place.is_file():
             return
         try:
-            average.load_state_dict({"steps": 1, "average": load_file(str(place))})
+            kept = load_file(str(place))
+            ordered = {name: kept[name] for name in average.state_dict()["average"]}
+            average.load_state_dict({"steps": 1, "average": ordered})
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
             raise WeightclipError(f"{place} cannot be read ({type(error).__name__}): remove {self.folder}.") from error
 
