@@ -70,7 +70,7 @@ def bundled(name: str) -> Set:
     """One of the seven sets of the study."""
     table = data.load(name)
     frame = pd.DataFrame({c.name: table.values[c.name] for c in table.columns})
-    return Set(name, frame, np.array(table.target), Schema.of_study(table.schema))
+    return Set(name, frame, np.array(table.target), data.table_schema(table.schema))
 
 
 def others(folder: Path) -> Iterator[Set]:
@@ -258,7 +258,7 @@ def jobs(s: Set, epsilon: float, delta: float, options: argparse.Namespace) -> d
         "LipDPClassifier (nothing public)": lambda: [ours(s, epsilon, delta, i, False) for i in seeds],
         "LipDPClassifier tuned": lambda: tuned(s, epsilon, delta, options.seeds, "lip"),
         "DP-SGD tuned": lambda: tuned(s, epsilon, delta, options.seeds, "dp-sgd"),
-        "DP-SGD tuned, our preprocessing": lambda: tuned(s, epsilon, delta, options.seeds, "dp-sgd like ours"),
+        "DP-SGD tuned with our preprocessing": lambda: tuned(s, epsilon, delta, options.seeds, "dp-sgd like ours"),
         "logistic regression (not private)": lambda: [ceiling(s, i, "logistic") for i in seeds],
         "gradient boosting (not private)": lambda: [ceiling(s, i, "boosting") for i in seeds],
     }

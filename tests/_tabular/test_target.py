@@ -46,7 +46,7 @@ def look(predictions, targets, sigma, weights=None, seed=0):
     f, y = np.asarray(predictions, dtype=float), np.asarray(targets, dtype=float)
     w = None if weights is None else np.asarray(weights, dtype=float)
     reference = np.linspace(-1.7, 1.7, 100) * (REFERENCE or f.std())
-    return agreement(lambda: iter([(f, y, w)]), reference, 0.0, len(f), sigma, Door(Streams.seeded(seed)))
+    return agreement(lambda: iter([(f, y, w)]), reference, 5, len(f), sigma, Door(Streams.seeded(seed)))
 
 
 REFERENCE = 0.0

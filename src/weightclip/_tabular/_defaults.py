@@ -83,7 +83,7 @@ def agreement_share(n: int, mu: float) -> float:
         n: Public number of records.
         mu: 1/σ of the one Gaussian mechanism that spends the whole budget.
     """
-    return min(0.15, max(0.01, (40 / (n * mu)) ** 2))
+    return min(0.15, max(0.03, (40 / (n * mu)) ** 2))
 
 
 def delta(n: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import tempfile
 import warnings
@@ -114,13 +115,14 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
     factor, shift = scale.unit / range_.unit, (scale.middle - range_.middle) / range_.unit
     *inner, (w, b) = fold(run.weights, run.settings.temperature)
     raw = Model(fitted.encoder, (*inner, (w, b)), "regression")
-    middle = float(raw.forward(np.zeros((1, fitted.encoder.width)))[0, 0])
-    swing = 1.0
+    reference = raw.logits(pretended(fitted.encoder))[:, 0]
+    middle, swing = float(reference.mean()), 1.0
     if not isinstance(plan.preprocessing, PublicScaling):
-        swing = agreement(
-            lambda: _predictions(raw, table, scaled, plan.weights), raw.logits(pretended(fitted.encoder))[:, 0], middle,
-            n, check, Door(plan.streams),
+        look = functools.partial(
+            agreement, lambda: _predictions(raw, table, scaled, plan.weights), reference, fitted.encoder.width, n,
+            check, Door(plan.streams),  # charged before the training
         )  # fmt: skip
+        swing = look() if plan.checkpoint is None else plan.checkpoint.once(look, default=1.0)
     w, b = w * np.float32(swing), b * np.float32(swing) + np.float32((1 - swing) * middle)
     last = (w * np.float32(factor), b * np.float32(factor) + np.float32(shift))
     model = Model(fitted.encoder, (*inner, last), "regression", (), (low, high), target)

@@ -24,7 +24,7 @@ from weightclip.nn import ParameterAverage
 from ._encoder import Encoder, Fitted
 from ._target import Target
 
-_STAGE, _ENGINE, _AVERAGE = "stage.json", "engine", "average.safetensors"
+_STAGE, _ENGINE, _AVERAGE, _LOOK = "stage.json", "engine", "average.safetensors", "look.json"
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,29 @@ class Checkpoint:
             raise WeightclipError(f"cannot write {place} ({error.strerror or error}).") from error
         return stage
 
+    def once(self, make: Callable[[], float], default: float) -> float:
+        """A number that is released once, however often the fit is killed: as kept, or made and kept now.
+
+        Formal guarantees:
+            `make` runs at most once in the life of the folder: where it was begun and its result is lost, `default`
+            takes its place, because a second release was not charged.
+        """
+        place = self.folder / _LOOK
+        try:
+            if place.exists():
+                return float(json.loads(place.read_text(encoding="utf-8")) or default)
+            _write(place, b"0")
+            found = make()
+            _write(place, json.dumps(found or 1e-12).encode())
+        except (OSError, ValueError, TypeError) as error:
+            raise WeightclipError(f"cannot use {place} ({type(error).__name__}): remove {self.folder}.") from error
+        return found
+
     def save_average(self, average: ParameterAverage) -> None:
         """Keep the average of the weights."""
         state = average.state_dict()
         scratch = self.folder / f".{_AVERAGE}.{secrets.token_hex(4)}"
-        save_file(state["average"], str(scratch), metadata={"steps": str(state["steps"])})
+        save_file(state["average"], str(scratch))
         os.replace(scratch, self.folder / _AVERAGE)
 
     def load_average(self, average: ParameterAverage) -> None:
@@ -120,7 +138,9 @@ class Checkpoint:
         if not place.is_file():
             return
         try:
-            average.load_state_dict({"steps": 1, "average": load_file(str(place))})
+            kept = load_file(str(place))
+            ordered = {name: kept[name] for name in average.state_dict()["average"]}
+            average.load_state_dict({"steps": 1, "average": ordered})
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
             raise WeightclipError(f"{place} cannot be read ({type(error).__name__}): remove {self.folder}.") from error
 

@@ -21,7 +21,8 @@ from ._table import Table
 _UNIT = 1.0  # of a target that the network learns, in standard deviations: Huber's loss bounds what lies far out
 _ONE = 2.0**30  # sums are kept in whole units of 1/_ONE
 _REACH = 2.5  # swings and targets are cut at this many units in the last look
-_SURE = 1.5  # deviations of its noise that are taken off before the last look is believed
+_SURE = 1.0  # deviations of its noise that are taken off before the last look is believed
+_FITTED = 0.5  # of each feature, what predictions owe to the noise of the very records they are compared with
 _FOLLOW = 0.7  # where targets follow predictions by this much, nothing is taken back
 Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]]
 
@@ -97,17 +98,19 @@ def pretended(encoder: Encoder, rows: int = 2000) -> np.ndarray:
     return np.column_stack(columns)
 
 
-def agreement(blocks: Blocks, reference: np.ndarray, middle: float, n: int, sigma: float, door: Door) -> float:
-    """The factor, from 0 to 1, by which predictions should swing around `middle`.
+def agreement(blocks: Blocks, reference: np.ndarray, features: int, n: int, sigma: float, door: Door) -> float:
+    """The factor, from 0 to 1, by which predictions should swing around the mean of `reference`.
 
-    With little data the noise of training can move predictions further from the targets than the middle is. A sum over
-    the records tells whether the targets follow the predictions; where that is not sure, the swing is taken back.
+    With little data the noise of training can move predictions further from the targets than their middle is. A sum
+    over the records tells whether the targets follow the predictions; where that is not sure, the swing is taken back.
+    Predictions follow the targets they were fitted to even where there is nothing to learn, the more so the more
+    features they have: that much is taken off, and so is one deviation of the noise.
 
     Args:
         blocks: Makes a pass over (predictions, targets, sample weights or None), the first two in the units that the
             network learnt.
-        reference: Predictions for pretended records, which tell how far predictions swing at no cost.
-        middle: Prediction for an average record, as released.
+        reference: Predictions for pretended records, which tell middle and swing of predictions at no cost.
+        features: Number of features, as released.
         n: Public number of records.
         sigma: Noise multiplier; 0 is not private.
         door: Where the release goes through.
@@ -119,7 +122,7 @@ def agreement(blocks: Blocks, reference: np.ndarray, middle: float, n: int, sigm
         Terms are whole multiples of 2^-30 and their sums are exact; a record whose target or prediction is not finite,
         or whose weight is no number, counts zero. The factor is post-processing.
     """
-    spread = max(float(np.sqrt(np.mean(np.square(reference - middle)))), 1e-6)
+    middle, spread = float(np.mean(reference)), max(float(np.std(reference)), 1e-6)
     total, weighted = np.zeros(2, dtype=np.int64), False
 
     def cut(x: np.ndarray, unit: float) -> np.ndarray:
@@ -136,4 +139,5 @@ def agreement(blocks: Blocks, reference: np.ndarray, middle: float, n: int, sigm
     noise = sigma * math.sqrt(touched)
     # With weights nobody knows in public how many records there are in effect; without, there are n.
     swing = max(own[0], 1.5 * noise, 1e-9) if own else n * max(float(np.mean(cut(reference, spread) ** 2)), 1e-9)
-    return min(1.0, max(0.0, (both - _SURE * noise) / (_FOLLOW * spread * swing)))
+    doubt = _SURE * noise + _FITTED * features / (_REACH**2 * spread)
+    return min(1.0, max(0.0, (both - doubt) / (_FOLLOW * spread * swing)))
