@@ -20,9 +20,7 @@ def ebm(job, X, y, train, seed):
 
     bounds, types = {}, []
     for c in job["columns"]:
-        if (
-            c["type"] == "categorical"
-        ):  # public categories are free; "nominal" would pay to find them
+        if c["type"] == "categorical":  # public categories are free; "nominal" would pay to find them
             types.append([str(v) for v in c["categories"]] if c.get("categories") else "nominal")
         else:
             types.append("continuous")
