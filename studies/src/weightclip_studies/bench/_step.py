@@ -104,7 +104,9 @@ def prepare(mode: str, name: str, batch: int, device: torch.device) -> Callable[
     def step() -> None:
         nonlocal draw
         draw += 1
-        engine._on_batch(BatchInfo(draw, 0, True, None, batch))  # the batch is there already: only the step is timed
+        engine.training.hand_out(
+            BatchInfo(draw, 0, True, None, batch)
+        )  # the batch is there already: only the step is timed
         if fused is None:
             _step(model, optimizer, engine.criterion, x, y)
         else:
