@@ -310,6 +310,16 @@ def conv_sums(
     return weight, bias
 
 
+def laid_as(value: Tensor, weight: Tensor) -> Tensor:
+    """Channels last where the kernel is: the convolution reads it so, and so do tiles, with one copy for both.
+
+    What comes from a normalisation by groups usually is not, whatever went into it.
+    """
+    if weight.dim() != 4 or weight.is_contiguous() or not weight.is_contiguous(memory_format=torch.channels_last):
+        return value
+    return value.contiguous(memory_format=torch.channels_last)
+
+
 class ConvFunction(torch.autograd.Function):
     """Native convolution forward; backward with bounded factors in the weight gradient only (see DenseFunction)."""
 
@@ -339,6 +349,7 @@ class ConvFunction(torch.autograd.Function):
         flags, beta, dtype, chunk = ctx.settings
         stride, padding, dilation, groups, transposed, extra = ctx.conf
         gx = gw = gb = None
+        d = laid_as(d, weight)
         with no_autocast(d.device.type):
             if ctx.needs_input_grad[0]:
                 gx = torch.ops.aten.convolution_backward(
