@@ -116,7 +116,7 @@ def test_a_gate_leaves_its_engine_behind_in_copies() -> None:
     run = private(mlp(), table(4))
     gate = next(h for h in run.model._forward_hooks.values() if isinstance(h, OutputGate))
     for twin in (copy.deepcopy(gate), pickle.loads(pickle.dumps(gate))):
-        assert twin.engine is None and twin(run.model, (), torch.zeros(2, requires_grad=True) * 1) is None
+        assert twin.owner is None and twin(run.model, (), torch.zeros(2, requires_grad=True) * 1) is None
 
 
 def start(make=mlp):

@@ -164,7 +164,7 @@ def test_black_box_one_record_moves_the_sum_by_at_most_delta(bounds):
             noise_multiplier=0.0, bounds=bounds, expected_batch_size=6,
             generator=torch.Generator().manual_seed(0),
         )  # fmt: skip
-        release = engine._release
+        release = engine.training.release
         release.blocks[:] = [dataclasses.replace(block, pull_back=None) for block in release.blocks]
         one_step(net, optimizer, loader, loss)
         return engine, [p.grad * 6 for p in net.parameters() if p.grad is not None]

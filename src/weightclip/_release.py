@@ -72,7 +72,8 @@ class Release:
         self.noise_dtype = torch.float64 if wide else torch.float32
         self.sums: list[Tensor | None] = [None] * len(self.blocks)
 
-    def _views(self, flat: Tensor) -> list[Tensor]:
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part of what lies in one piece."""
         return split_like(flat, self.parameters)
 
     def finite(self) -> Tensor | bool:
@@ -181,7 +182,7 @@ class Release:
     ) -> tuple[Tensor, list[Tensor]]:
         """The noise of one step's sum: all parameters in one piece, and each one's part of it; zeros without noise."""
         noise = torch.empty(sum(self.sizes), dtype=self.noise_dtype, device=self.device)
-        views = self._views(noise)
+        views = self.split(noise)
         if self.sigma > 0:
             self._draw(noise, views, sensitivities, streams, step, factors)
         else:

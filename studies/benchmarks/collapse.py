@@ -6,6 +6,11 @@ r"""Do fits without declared ranges collapse? Many seeds on synthetic tables, wi
     python studies/benchmarks/collapse.py --runs 20 --records 20000 --epsilons 1 --columns 4 --tables plain,mixed \
         --declared no --append
 
+On generators that took no part in choosing defaults, 200 runs:
+
+    python studies/benchmarks/collapse.py --runs 25 --records 600,2000 --columns 6 --tables fresh,tailed --declared no \
+        --tasks classification --out results/estimators/collapse_fresh.csv
+
 A run has collapsed when its score (accuracy, R²) lies more than 0.1 below the median of its setting. For regression the
 last column counts runs whose R² lies more than 0.01 below that of a constant, the mean of the fit's own predictions.
 """

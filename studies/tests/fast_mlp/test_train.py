@@ -66,7 +66,7 @@ def engine_run(settings: Settings, objective, sigma: float, steps: int, seed: in
             optimizer.zero_grad()
             out = model(x)
             criterion(out if objective.outputs > 1 else out.squeeze(1), t).backward()
-            delta = engine._sensitivities.clone()
+            delta = engine.training.sensitivity.values.clone()
             optimizer.step()
             average.update()
             done += 1

@@ -155,7 +155,7 @@ def prepare(mode: str, name: str, batch: int, device: torch.device, setting: Set
     draws = itertools.count(1)
 
     def before(size: int) -> None:
-        engine._on_batch(BatchInfo(next(draws), 0, True, None, size))  # the batch is there: only the step counts
+        engine.training.hand_out(BatchInfo(next(draws), 0, True, None, size))  # it is there: only the step counts
 
     if not graphed:
         return loop(model, optimizer, engine.criterion, before)
