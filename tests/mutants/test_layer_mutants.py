@@ -11,7 +11,7 @@ from tests.oracle import Run, check, check_each, hostile, moves
 from torch import nn
 
 from weightclip.factors import _attention, _collector, _copies, _joint, _kinds, _passes, _recurrent, _rows, _swap
-from weightclip.factors._rows import RECORDS, Layout
+from weightclip.factors._rows import RECORDS
 
 Patch = pytest.MonkeyPatch
 MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[], object]]] = {}
@@ -55,11 +55,10 @@ def every_row_of_a_record_has_the_limit_for_itself(patch: Patch) -> None:
 
 @mutant(exact("folded positions"))
 def scales_are_laid_on_rows_in_the_wrong_order(patch: Patch) -> None:
-    patch.setattr(
-        _joint.Use,
-        "scaled",
-        lambda self, scale: _kinds.sums(self.part, self.x, self.d, scale.repeat(self.m), self.conf),
-    )
+    def scaled(self, scale):
+        return _kinds.sums(self.part, self.x, self.d, scale.repeat(self.m), self.conf)
+
+    patch.setattr(_joint.Use, "scaled", scaled)
 
 
 @mutant(exact("records on dimension 1"))
@@ -75,7 +74,7 @@ def tied_layers_have_a_limit_each(patch: Patch) -> None:
 
 
 @mutant(limited("tied"))
-def the_cross_term_of_tied_uses_has_the_wrong_sign(patch: Patch) -> None:
+def the_embedding_is_left_out_of_the_tied_norm(patch: Patch) -> None:
     real = _joint.embedding_norm
     patch.setattr(_joint, "embedding_norm", lambda ids, rows, skip, dtype: 0 * real(ids, rows, skip, dtype))
 
@@ -131,8 +130,7 @@ def parts_of_a_layer_have_a_cap_each(patch: Patch) -> None:
 
 
 @mutant(limited("windows"))
-def windows_of_an_image_are_taken_for_one(patch: Patch) -> None:
-    patch.setattr(_collector, "Layout", Layout)
+def uses_of_one_kernel_are_taken_for_orthogonal(patch: Patch) -> None:
     real = _joint.Use.key
     seen: dict[int, int] = {}
     patch.setattr(_joint.Use, "key", lambda self: (*real(self), seen.setdefault(id(self), len(seen))))

@@ -21,9 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def lib() -> Any:
-    return pytest.importorskip(
-        "transformers", reason="transformers is not installed: pip install weightclip[test-stock]"
-    )
+    return pytest.importorskip("transformers", reason="transformers is missing: pip install weightclip[test-stock]")
 
 
 @pytest.mark.parametrize("name", PLAIN)
