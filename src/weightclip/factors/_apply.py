@@ -44,8 +44,6 @@ def apply(function: Any, part: Any, x: Tensor, weight: Tensor, bias: Tensor | No
         way = part._wc_token, sink.key, sink.anchor
         if passes is not None and (isinstance(x, Copied) or (part._wc_lone and passes.is_copy(part, x.dim()))):
             return _copied(function, part, x, weight, bias, passes, (*way, *conf))
-    if function is ConvFunction:
-        x = laid_as(x, weight)
     chosen = function if compiling or transforming() else EAGER[function]
     return chosen.apply(x, weight, bias, *way, *conf)
 
@@ -53,6 +51,11 @@ def apply(function: Any, part: Any, x: Tensor, weight: Tensor, bias: Tensor | No
 def multiplied(x: Tensor) -> Tensor:
     """An input in the type autocast multiplies it in (:func:`as_multiplied`); copies are cast when they are used."""
     return x if isinstance(x, Copied) else as_multiplied(x)
+
+
+def convolved(x: Tensor, kernel: Tensor) -> Tensor:
+    """The same for a convolution, laid out as its kernel is."""
+    return x if isinstance(x, Copied) else laid_as(as_multiplied(x), kernel)
 
 
 def _copied(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weightclip import nn as wnn
 from weightclip.factors._affine import AffineFunction
 from weightclip.factors._apply import apply as _apply
-from weightclip.factors._apply import multiplied
+from weightclip.factors._apply import convolved, multiplied
 from weightclip.factors._conv import ConvFunction
 from weightclip.factors._dense import DenseFunction
 from weightclip.factors._embedding import EmbeddingFunction
@@ -74,8 +74,8 @@ class _Conv(Private):
                 input = F.pad(input, conv._reversed_padding_repeated_twice)
             padding = (0,) * axes
         y = _apply(
-            ConvFunction, self, multiplied(input), self._kernel(), conv.bias, *self._conf(), conv.stride, padding,
-            conv.dilation, conv.groups, False, (0,) * axes,
+            ConvFunction, self, convolved(input, conv.weight), self._kernel(), conv.bias, *self._conf(), conv.stride,
+            padding, conv.dilation, conv.groups, False, (0,) * axes,
         )  # fmt: skip
         return y.squeeze(0) if single else y
 
@@ -124,7 +124,7 @@ class _ConvTranspose(Private):
             input, output_size, conv.stride, conv.padding, conv.kernel_size, axes, conv.dilation
         )
         return _apply(
-            ConvFunction, self, multiplied(input), conv.weight, conv.bias, *self._conf(), conv.stride,
+            ConvFunction, self, convolved(input, conv.weight), conv.weight, conv.bias, *self._conf(), conv.stride,
             conv.padding, conv.dilation, conv.groups, True, tuple(extra),
         )  # fmt: skip
 
