@@ -70,7 +70,7 @@ def install(engine: PrivacyEngine) -> None:
             )  # fmt: skip
         measure = engine.plan.measure(path, engine._release.knorm) if bound else None
         engine._collector.enter(Entry.of(layers[0], places, 1, joint, measure, layers[1:]))
-    engine._entrance = Entrance(engine._call, fixed=engine.plan.graph is not None)
+    engine._entrance = Entrance(engine._call, engine.plan.graph is not None, engine._collector.anchor)
     engine._gate = OutputGate(engine, engine.device, engine._entrance)
     engine._randomness = ForwardRandomness(engine.device, functools.partial(_forward_key, engine), engine._model_draws)
     before, after = engine._randomness.hooks()
