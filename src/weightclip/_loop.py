@@ -146,6 +146,11 @@ class TrainingLoop:
         info = self._admit()
         arguments = self._gate.enter(values, self._records(), self._watch.modes(), self.plan.graph is None)
         passage, value = arguments[0].passage, arguments[0].value
+        if not passage.compiled and passage.batch is not info:
+            raise ContractError(
+                "the loss was taken of an output that the model returned before the loader gave this batch: a record would "
+                "count in a step that did not draw it. Call the model on every batch, and take the loss before the next."
+            )
         if len({argument.fold for argument in arguments}) > 1:
             raise ContractError("the loss got outputs with different numbers of rows: fold positions into all or none.")
         grown = self._test(passage, [argument.end for argument in arguments])
