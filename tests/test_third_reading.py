@@ -70,7 +70,7 @@ def moved(make: Callable[[], nn.Module], step: Step = usual, data: Any = None, *
     return worst
 
 
-# -- records that random records do not look like -----------------------------------------------------------------------
+# -- records that random records do not look like --------------------------------------------------------------------
 
 
 class Logarithms(Net):
@@ -186,7 +186,7 @@ def test_sound_models_that_take_logarithms_or_draw_are_trained() -> None:
     assert run.engine.steps == 1
 
 
-# -- ways around the forward pass ---------------------------------------------------------------------------------------
+# -- ways around the forward pass ------------------------------------------------------------------------------------
 
 
 class Given(Net):
@@ -242,7 +242,7 @@ def test_an_output_of_an_earlier_batch_is_refused() -> None:
     assert run.engine.steps == 1
 
 
-# -- losses -------------------------------------------------------------------------------------------------------------
+# -- losses ----------------------------------------------------------------------------------------------------------
 
 
 def hardest(z: Tensor, y: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def test_a_loss_that_mixes_only_batches_of_some_size_is_refused() -> None:
         usual(run, next(iter(run.loader)))
 
 
-# -- ordinary code that failed ------------------------------------------------------------------------------------------
+# -- ordinary code that failed ---------------------------------------------------------------------------------------
 
 
 class Temperature(Net):
@@ -280,7 +280,7 @@ def test_a_parameter_without_dimensions() -> None:
         torch.testing.assert_close(p.grad, q.grad, msg=name)
 
 
-# -- mutants ------------------------------------------------------------------------------------------------------------
+# -- mutants ---------------------------------------------------------------------------------------------------------
 
 FAILURES = (AssertionError, pytest.fail.Exception)
 
@@ -329,7 +329,7 @@ def test_outputs_without_a_batch_are_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
     def enter(self: OutputGate, *args: Any) -> Any:
         found = right(self, *args)
-        found[0].passage.batch = self.engine()._info  # type: ignore[misc, union-attr]
+        found[0].passage.batch = self.owner().info  # type: ignore[misc, union-attr]
         return found
 
     monkeypatch.setattr(OutputGate, "enter", enter)
