@@ -126,7 +126,7 @@ def opened(engine: PrivacyEngine) -> Iterator[None]:
     Layers return their products as gradients, with radii and caps but without the limit that stands for a certified
     bound: whether that bound is true is what a search wants to know.
     """
-    gate, layers = engine._gate, [entry.layer for entry in engine._collector.entries]
+    gate, layers = engine._gate, [m for entry in engine._collector.entries for m in (entry.layer, *entry.tied)]
     before, flags = gate.engine, [layer._wc_flags for layer in layers]
     gate.engine = None
     for layer in layers:
