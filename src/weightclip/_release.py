@@ -244,7 +244,5 @@ def sum_slack(
 def _positions(module: nn.Module, use: Use) -> int:
     """Summands one record contributes to one entry of the weight gradient."""
     if isinstance(module, ConvNd):
-        return max(
-            math.prod(s[1:]) for s in (use.outside, use.inside)
-        )  # behind the channels, rows of a record included
+        return max(math.prod(s[1:]) for s in (use.outside, use.inside))  # behind the channels: its rows too
     return max(1, math.prod(use.outside[:-1]))
