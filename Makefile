@@ -86,7 +86,7 @@ audit-quick: setup
 
 docs: setup
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
-	$(BIN)/python -m sphinx -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
 clean:
 	rm -rf $(VENV) .venv-torch-* build dist src/*.egg-info studies/src/*.egg-info .pytest_cache .ruff_cache .hypothesis docs/_build

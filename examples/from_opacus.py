@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from sklearn.datasets import load_breast_cancer
@@ -48,7 +49,7 @@ if Opacus is not None:
     loader = DataLoader(TensorDataset(X, y), batch_size=100)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine = Opacus()
+        engine: Any = Opacus()  # what it returns depends on its arguments
         model, optimizer, loader = engine.make_private_with_epsilon(
             module=model, optimizer=optimizer, data_loader=loader, target_epsilon=3.0, target_delta=1e-5,
             epochs=epochs, max_grad_norm=1.0,

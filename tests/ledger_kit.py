@@ -58,7 +58,7 @@ def steps(run: Run, count: int) -> list[torch.Tensor]:
 
 def killed(run: Run) -> None:
     """What the system does for a process that is killed: its files are closed, nothing else happens."""
-    ledger: Any = run.engine._ledger
+    ledger: Any = run.engine.ledger
     fd, ledger._fd = ledger._fd, -1
     os.close(fd)
 

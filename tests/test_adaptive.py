@@ -29,6 +29,11 @@ class Twice(nn.Module):
         return self.head(torch.tanh(self.shared(torch.relu(self.shared(x)))))
 
 
+def _counts(engine) -> torch.Tensor:
+    quantiles = engine.training.quantiles
+    return torch.stack([quantiles.modules[p]._wc_counter.sums[i] for p, i in quantiles.queries])
+
+
 def engine_for(model: nn.Module, x: Tensor, y: Tensor, bounds: wc.Bounds, sigma: float = 0.0, b: float = 8, **settings):
     engine = wc.PrivacyEngine()
     parts = engine.make_private(
@@ -44,7 +49,9 @@ def backward(engine, model, optimizer, loader, loss, views: int = 1) -> Tensor:
     x, y = next(iter(loader))
     optimizer.zero_grad()
     loss(model(x.repeat_interleave(views, 0)), y).backward()
-    return torch.stack([engine._quantiles.modules[p]._wc_counter.sums[i] for p, i in engine._quantiles.queries])
+    return torch.stack(
+        [engine.training.quantiles.modules[p]._wc_counter.sums[i] for p, i in engine.training.quantiles.queries]
+    )
 
 
 def steps(engine, model, optimizer, loader, loss, count: int) -> None:
@@ -81,7 +88,9 @@ def test_padding_and_silent_records_count_nothing():
     for x, y in loader:  # two pieces, the second one padded
         optimizer.zero_grad()
         loss(model(x), y).backward()
-    sums = torch.stack([engine._quantiles.modules[p]._wc_counter.sums[i] for p, i in engine._quantiles.queries])
+    sums = torch.stack(
+        [engine.training.quantiles.modules[p]._wc_counter.sums[i] for p, i in engine.training.quantiles.queries]
+    )
     torch.testing.assert_close(sums, whole)
     counter = Counter(1, 1, torch.device("cpu"))
     counter.add(0, torch.tensor([True, True, False, True]), torch.tensor([0.0, math.nan, math.inf, 1.0]))
@@ -94,7 +103,9 @@ def test_other_backward_passes_are_refused_and_count_nothing():
     hidden = model.shared(model.norm(model.conv(x[:, None])).flatten(1))  # type: ignore[union-attr, operator]
     with pytest.raises(wc.ContractError, match="outside the private loss"):
         hidden.square().sum().backward()
-    sums = torch.stack([engine._quantiles.modules[p]._wc_counter.sums[i] for p, i in engine._quantiles.queries])
+    sums = torch.stack(
+        [engine.training.quantiles.modules[p]._wc_counter.sums[i] for p, i in engine.training.quantiles.queries]
+    )
     assert not sums.any()
 
 
@@ -122,9 +133,9 @@ def test_default_noise_is_a_twentieth_of_the_batch_and_cheap():
     bounds = wc.Bounds(layer_radius=1.0, cotangent_radius=0.2, adaptive=wc.Adaptive())
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
     engine, *_ = engine_for(model, X, Y, bounds, sigma=1.0, b=256)
-    assert engine._quantiles is not None
-    assert engine._quantiles.sigma_b == 256 / 20
-    assert engine._quantiles.gradient_sigma == pytest.approx(1.003, abs=5e-4)
+    assert engine.training.quantiles is not None
+    assert engine.training.quantiles.sigma_b == 256 / 20
+    assert engine.training.quantiles.gradient_sigma == pytest.approx(1.003, abs=5e-4)
 
 
 def test_the_answers_carry_their_noise():
@@ -134,11 +145,13 @@ def test_the_answers_carry_their_noise():
     x = torch.zeros(8, 6)
     engine, model, optimizer, loader, loss = engine_for(model, x, torch.zeros(8, dtype=torch.long), bounds, sigma=1.0)
     model[0].weight.data.zero_()
-    before = {k: torch.tensor(v) for k, v in engine._quantiles.state().items()}
+    before = {k: torch.tensor(v) for k, v in engine.training.quantiles.state().items()}
     counts = backward(engine, model, optimizer, loader, loss)
     optimizer.step()
-    after = engine._quantiles.state()
-    moves = torch.stack([(torch.tensor(after[p])[i] / before[p][i]).log() for p, i in engine._quantiles.queries])
+    after = engine.training.quantiles.state()
+    moves = torch.stack(
+        [(torch.tensor(after[p])[i] / before[p][i]).log() for p, i in engine.training.quantiles.queries]
+    )
     noise = 8 * (-moves.double() + 0.5 - 0.5) - counts  # share - quantile = sum/b
     assert 0.6 * 40 < float(noise.std()) < 1.5 * 40
 
@@ -153,11 +166,11 @@ def test_limits_converge_to_the_quantile_on_fixed_data(quantile):
     engine, model = parts[0], parts[1]
     steps(*parts, count=60)
     norms = (x.square().sum(1) + 1).sqrt()  # the weights stand still: the first layer's inputs are known
-    reached = float((norms <= engine._quantiles.state()["0"][0]).double().mean())
+    reached = float((norms <= engine.training.quantiles.state()["0"][0]).double().mean())
     assert reached == pytest.approx(quantile, abs=0.03)
     logits = model(x).detach()
     residual = (torch.softmax(logits, 1) - nn.functional.one_hot(y, 3)).norm(dim=1)
-    reached = float((residual <= engine._quantiles.state()["2"][1]).double().mean())
+    reached = float((residual <= engine.training.quantiles.state()["2"][1]).double().mean())
     assert reached == pytest.approx(quantile, abs=0.03)
 
 
@@ -167,7 +180,7 @@ def test_the_certificate_follows_and_stays_true():
     engine, *rest = engine_for(Twice(), X, Y, bounds)
     start = engine.certificate().sensitivities
     steps(engine, *rest, count=6)
-    limits, later = engine._quantiles.state(), engine.certificate().sensitivities
+    limits, later = engine.training.quantiles.state(), engine.certificate().sensitivities
     assert later["head"] < start["head"]
     assert later["head"] == pytest.approx(limits["head"][0] * limits["head"][1], rel=1e-3)
 
@@ -206,5 +219,5 @@ def test_quantiles_are_private_to_their_engine():
     import copy
 
     engine, model, *_ = engine_for(Twice(), X, Y, ALL)
-    assert isinstance(engine._quantiles, Quantiles)
+    assert isinstance(engine.training.quantiles, Quantiles)
     assert copy.deepcopy(model).head._wc_counter is None

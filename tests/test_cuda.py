@@ -42,13 +42,13 @@ def train(bounds: wc.Bounds, steps: int, half: bool = False) -> tuple[Tensor, li
     pin(engine, 3)
     found = []
     for step in range(steps):
-        engine._on_batch(BatchInfo(step + 1, 0, True, None, 33))
+        engine.training.hand_out(BatchInfo(step + 1, 0, True, None, 33))
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16, enabled=half):
             loss = engine.criterion(model(x), y)
         loss.backward()
         optimizer.step()
-        found.append(engine._sensitivities.cpu().clone())
+        found.append(engine.training.sensitivity.values.cpu().clone())
     return torch.cat([p.detach().flatten() for p in model.parameters()]).cpu(), found
 
 
@@ -174,7 +174,7 @@ def test_clipped_norms_follow_a_recorded_optimizer():
     """After every step, the norms that serve the next bounds are those of the weights as they are."""
 
     def check(engine: wc.PrivacyEngine) -> None:
-        bank, gains = engine._gains.bank, engine._gains
+        bank, gains = engine.training.sensitivity.gains.bank, engine.training.sensitivity.gains
         assert bank is not None and gains.clipped
         kept, exact = gains._clipped.norms, bank.vector()
         torch.testing.assert_close(kept, exact, rtol=1e-5, atol=0.0)
@@ -251,7 +251,7 @@ def noise_of(draws: int, streams: list[torch.cuda.Stream]) -> torch.Tensor:
     step, found = engine.fused_step(), []
     torch.cuda.synchronize()
     for draw in range(draws):
-        engine._on_batch(BatchInfo(draw + 1, 0, True, nobody, 256))
+        engine.training.hand_out(BatchInfo(draw + 1, 0, True, nobody, 256))
         with torch.cuda.stream(streams[draw % len(streams)]):
             torch.cuda._sleep(10_000_000 if len(streams) > 1 and draw % 2 else 1)  # every other stream is late
             step(x, y)
@@ -289,6 +289,6 @@ def test_a_fused_step_spends_its_batch_and_its_budget():
     with pytest.raises(wc.ContractError, match="new batch"):
         step(x, y)
     engine.budget = engine.steps
-    engine._on_batch(BatchInfo(1000, 0, True, None, 40))
+    engine.training.hand_out(BatchInfo(1000, 0, True, None, 40))
     with pytest.raises(wc.BudgetSpent):
         step(x, y)

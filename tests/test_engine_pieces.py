@@ -78,7 +78,7 @@ def test_weights_that_change_between_pieces_keep_the_limits_of_the_draw() -> Non
             with torch.no_grad():
                 run.model[2].weight.mul_(50.0)
         sums.append({k: 8 * g for k, g in run.grads().items()})
-        limits = dict(zip(run.engine.plan.layers, run.engine._sensitivities.tolist(), strict=True))
+        limits = dict(zip(run.engine.plan.layers, run.engine.training.sensitivity.values.tolist(), strict=True))
     for layer, moved in layer_norms(difference(sums[1], sums[0])).items():
         assert moved <= limits[layer] * (1 + 1e-5)
 
@@ -150,7 +150,7 @@ def test_a_loss_of_an_abandoned_draw_does_not_enter_a_later_release() -> None:
         with pytest.raises(wc.ContractError, match="earlier draw"):
             (loss + old).backward()
         break
-    run.engine._drop_sum()
+    run.engine.training.drop()
     run.train()
     assert run.engine.steps == 3
 
@@ -160,7 +160,7 @@ def test_a_piece_whose_draw_was_released_enters_no_later_one() -> None:
     old, left = None, 0
     for x, y in run.loader:
         loss = run.criterion(run.model(x), y)
-        last = run.engine._info is not None and run.engine._info.last
+        last = run.engine.training.info is not None and run.engine.training.info.last
         if not last and run.engine.steps == 0:
             old = loss if old is None else old
             continue

@@ -57,8 +57,8 @@ def test_epsilon_is_true(bounds, epsilon):
     assert len(report["mechanisms"]) == (4 if bounds is None else 3)
     for m in report["mechanisms"]:
         assert 0 < m["epsilon"] <= model.epsilon_
-    layer_sum = [layer["noise"] / layer["sensitivity"] for layer in report["layers"]]
-    assert layer_sum == pytest.approx([report["mechanisms"][-1]["sigma"]] * len(layer_sum))
+    for layer in report["layers"]:  # the noise is never less than claimed, nor much more
+        assert 1 - 1e-9 <= layer["noise"] / layer["sensitivity"] / report["mechanisms"][-1]["sigma"] <= 1 + 1e-5
 
 
 def test_learns_and_predicts():
@@ -271,20 +271,21 @@ def test_large_tables_are_encoded_once_in_half_precision(monkeypatch, tmp_path):
 
     import weightclip._tabular._fit as fit
 
-    plain = LipDPClassifier(**QUICK).fit(X, Y)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen = []
+    real = fit.train
+
+    def watched(records, *rest, **settings):
+        seen.append((records.features.clone(), os.listdir(tmp_path)))
+        return real(records, *rest, **settings)
+
+    monkeypatch.setattr(fit, "train", watched)
+    LipDPClassifier(**QUICK).fit(X, Y)
     monkeypatch.setattr(fit, "_IN_MEMORY", 0)
     half = LipDPClassifier(**QUICK).fit(X, Y)
-    assert half.predict_proba(X) == pytest.approx(plain.predict_proba(X), abs=1e-3)
-    # larger still: in a file that has no name
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(fit, "_MAPPED", 0)
-    seen = []
-    real = fit.train_many
-
-    def watched(features, *rest, **settings):
-        seen.extend([features.dtype, os.listdir(tmp_path)])
-        return real(features, *rest, **settings)
-
-    monkeypatch.setattr(fit, "train_many", watched)
-    assert np.array_equal(LipDPClassifier(**QUICK).fit(X, Y).predict_proba(X), half.predict_proba(X))
-    assert str(seen[0]) == "torch.float16" and seen[1] == []
+    monkeypatch.setattr(fit, "_MAPPED", 0)  # larger still: in a file that has no name
+    mapped = LipDPClassifier(**QUICK).fit(X, Y)
+    assert [str(x.dtype) for x, _ in seen] == ["torch.float32", "torch.float16", "torch.float16"]
+    assert seen[1][0].float().numpy() == pytest.approx(seen[0][0].numpy(), abs=1e-3)
+    assert half.score(X, Y) > 0.8 and np.array_equal(mapped.predict_proba(X), half.predict_proba(X))
+    assert all(files == [] for _, files in seen)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import weightclip._tabular._private as private
-from weightclip._fast_mlp._train import _Stack
+from weightclip._release import Release
+from weightclip._streams import Streams
 from weightclip.accounting import epsilon, gdp_epsilon
 from weightclip.estimators import LipDPClassifier, LipDPRegressor
 
@@ -53,15 +54,22 @@ class Tap:
             return tap.public(np.asarray(counts, dtype=float))
 
         monkeypatch.setattr(private, "release", release)
-        summed = _Stack.summed
+        real = Release.release
 
-        def tapped(stack, index, mask):
-            gradient = summed(stack, index, mask)
-            scale = stack.scale[..., stack.owner] * stack.per_beta / stack.sigma[:, None]
-            tap.record((gradient / scale)[0, 0].numpy(), float(stack.sigma[0]))
-            return torch.from_numpy(tap.public(gradient.numpy()))
+        def tapped(self, sensitivities, streams, step, factors=None, noise=None):
+            scales = self.factors(sensitivities).tolist()
+            sums = [
+                t if t is not None else torch.zeros_like(b.parameter)
+                for b, t in zip(self.blocks, self.sums, strict=True)
+            ]
+            relative = [t.double().flatten() / s * self.sigma for t, s in zip(sums, scales, strict=True)]
+            tap.record(torch.cat(relative).numpy(), self.sigma)
+            flat = tap.public(torch.cat([t.double().flatten() for t in sums]).numpy())
+            self.sums = [t.to(old.dtype) for t, old in zip(self._views(torch.from_numpy(flat)), sums, strict=True)]
+            # noise of a seeded run is keyed by the sums: both neighbours get that of the public ones
+            return real(self, sensitivities, Streams.seeded(step), step, factors, noise)
 
-        monkeypatch.setattr(_Stack, "summed", tapped)
+        monkeypatch.setattr(Release, "release", tapped)
 
     def record(self, value, sigma):
         self.seen.append(value)

@@ -9,12 +9,12 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-from weightclip._fast_mlp import Logistic
 from weightclip._streams import Streams
+from weightclip._tabular._training import thinned
 from weightclip.errors import WeightclipError
 from weightclip.estimators import LipDPClassifier, LipDPRegressor
 from weightclip.estimators import _shapes as shapes
-from weightclip.estimators._weights import Weighted
+from weightclip.losses import BCEWithLogits, CrossEntropy, Loss
 
 RNG = np.random.default_rng(0)
 N = 3000
@@ -22,35 +22,36 @@ X = RNG.uniform(-1, 1, (N, 2))
 QUICK = {"epsilon": 4.0, "delta": 1e-5, "accountant": "rdp", "random_state": 0, "feature_bounds": (-1, 1)}
 
 
-def weighted(weights, size: int = 4) -> Weighted:
-    return Weighted(Logistic(), np.arange(size) % 2, np.asarray(weights, dtype=float), Streams.seeded(0))
-
-
-def contributions(objective: Weighted, steps: int, size: int = 4) -> np.ndarray:
+def contributions(weights, steps: int, kind: str = "binary") -> np.ndarray:
     """How often each record contributes, and that it contributes all of its gradient or nothing."""
-    z, one = torch.full((1, 1, size, 1), 0.3, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    y = objective.labels(None).view(1, 1, size)
-    plain = Logistic().gradient(z, objective.truth.view(1, 1, size), one, one * math.inf)
-    counts = np.zeros(size)
-    for _ in range(steps):
-        g = objective.gradient(z, y, one, one * math.inf)
-        kept = (g == plain)[0, 0, :, 0]
-        assert bool((kept | (g[0, 0, :, 0] == 0)).all())
+    w = torch.tensor(weights, dtype=torch.float64)
+    labels = torch.arange(len(w)) % 2
+    loss: Loss = CrossEntropy()
+    z = torch.full((len(w), 1 if kind == "binary" else 3), 0.3)
+    if kind == "binary":
+        loss, labels = BCEWithLogits(), labels.float()
+    plain = loss.gradient(z, labels)
+    counts = np.zeros(len(w))
+    for step in range(steps):
+        g = loss.gradient(z, thinned(labels, w, Streams.seeded(0).numpy("test", step)))
+        kept = (g == plain).all(1)
+        assert bool((kept | (g == 0).all(1)).all())
         counts += kept.numpy()
     return counts
 
 
 def test_a_weight_is_the_chance_to_contribute() -> None:
-    counts = contributions(weighted([1.0, 0.5, 0.1, 0.0]), 4000) / 4000
+    counts = contributions([1.0, 0.5, 0.1, 0.0], 4000) / 4000
     assert counts == pytest.approx([1.0, 0.5, 0.1, 0.0], abs=0.03)
 
 
 @pytest.mark.parametrize(
     "weight, expected", [(1e300, 1), (math.inf, 1), (7, 1), (-1, 0), (-math.inf, 0), (math.nan, 0)]
 )
-def test_no_weight_makes_a_record_count_more_than_once(weight, expected) -> None:
+@pytest.mark.parametrize("kind", ["binary", "classes"])
+def test_no_weight_makes_a_record_count_more_than_once(weight, expected, kind) -> None:
     """The guarantee: a draw's gradient, never a multiple of it, and no error that depends on a weight."""
-    assert contributions(weighted([weight, 1, 1, 1]), 20).tolist() == [20 * expected, 20, 20, 20]
+    assert contributions([weight, 1, 1, 1], 20, kind).tolist() == [20 * expected, 20, 20, 20]
 
 
 def test_weights_are_used_and_reported() -> None:

@@ -79,7 +79,7 @@ def test_projection_is_non_expansive_backwards(detach: bool) -> None:
 
 def test_scalars_vectors_and_integers_pass_the_hook() -> None:
     hook = InputProjection(1.0)
-    args, kwargs = hook(
+    args, kwargs = hook(  # pyright: ignore[reportGeneralTypeIssues]
         nn.Identity(), (torch.tensor(5.0), torch.tensor([2.0, -0.5]), {"ids": torch.arange(3)}), {"k": None}
     )
     assert args[0] == 5 and args[1].tolist() == [1.0, -0.5] and kwargs == {"k": None}
@@ -116,7 +116,7 @@ def test_a_gate_leaves_its_engine_behind_in_copies() -> None:
     run = private(mlp(), table(4))
     gate = next(h for h in run.model._forward_hooks.values() if isinstance(h, OutputGate))
     for twin in (copy.deepcopy(gate), pickle.loads(pickle.dumps(gate))):
-        assert twin.engine is None and twin(run.model, (), torch.zeros(2, requires_grad=True) * 1) is None
+        assert twin.owner is None and twin(run.model, (), torch.zeros(2, requires_grad=True) * 1) is None
 
 
 def start(make=mlp):

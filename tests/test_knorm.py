@@ -124,8 +124,8 @@ def test_noise_is_one_joint_draw_of_the_announced_size(p):
     deltas = list(engine.certificate().sensitivities.values())
     norms, entries = [], []
     for step in range(600):  # nothing was collected: what is released is the noise
-        engine._release.release(engine._sensitivities, engine.streams, step)
-        noise = [torch.cat([m.weight.grad.flatten(), 0.25 * m.bias.grad]).double() for m in model]
+        engine.training.release.release(engine.training.sensitivity.values, engine.streams, step)
+        noise = [torch.cat([m.weight.grad.flatten(), 0.25 * m.bias.grad]).double() for m in model.children()]
         norms.append(max(float(torch.linalg.vector_norm(v, p)) / d for v, d in zip(noise, deltas, strict=True)))
         entries.append(noise[0] / deltas[0])
     d = sum(q.numel() for q in model.parameters())

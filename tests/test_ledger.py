@@ -127,7 +127,7 @@ def test_budgets_count_what_the_ledger_holds(path: Path) -> None:
     steps(run, 5)
     killed(run)
     again = started(path, **settings)
-    assert again.engine.noise_multiplier == sigma and again.engine._steps_left() == 3
+    assert again.engine.noise_multiplier == sigma and again.engine.steps_left() == 3
     with pytest.warns(UserWarning, match="budget"):
         again.train(3)
     assert again.engine.steps == 8 and again.engine.get_epsilon(1e-4) <= 2.0
@@ -146,7 +146,7 @@ def test_a_budget_over_other_mechanisms_is_kept(path: Path) -> None:
         run = started(
             path, sigma=None, target_epsilon=spent + 1.0, target_delta=1e-4, epochs=2.0, accountant=accountant
         )
-        assert run.engine._steps_left() == 5
+        assert run.engine.steps_left() == 5
         killed(run)
     with pytest.warns(UserWarning, match="budget"):
         (run := started(path, sigma=None, target_epsilon=spent + 1.0, target_delta=1e-4, epochs=2.0)).train(3)
@@ -355,9 +355,9 @@ def test_bad_settings_are_refused_in_one_line(path: Path) -> None:
 
 def test_copies_charge_the_same_ledger_and_pickles_are_refused(path: Path) -> None:
     run = started(path)
-    assert copy.deepcopy(run.engine._ledger) is run.engine._ledger
+    assert copy.deepcopy(run.engine.ledger) is run.engine.ledger
     with pytest.raises(wc.ContractError, match="pickled"):
-        pickle.dumps(run.engine._ledger)
+        pickle.dumps(run.engine.ledger)
     unused = wc.PrivacyEngine(ledger=path.with_name("new"))
     with pytest.raises(wc.ContractError, match="no private model"):
         unused.detach()  # which frees the ledger all the same

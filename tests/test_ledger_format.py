@@ -140,7 +140,7 @@ def test_cut_at_any_byte_a_ledger_never_counts_fewer_than_its_whole_lines(tmp_pa
         path.write_bytes(data[:cut])  # an engine repairs it, and counts the same for good
         engine = wc.PrivacyEngine(ledger=path)
         assert engine.steps == counted
-        engine._ledger.close()
+        engine.ledger.close()
         again = parse(path.read_bytes(), "it")
         assert (0 if again is None else again.charges) == counted and (again is None or again.torn == 0)
 

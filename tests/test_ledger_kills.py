@@ -77,7 +77,7 @@ def test_killed_at_random_moments(runs) -> None:
     assert lively >= (KILLS + 1) // 2
     engine = wc.PrivacyEngine("rdp", ledger=folder / "run.ledger")
     assert applied(folder) <= engine.steps <= applied(folder) + surplus
-    engine._ledger.close()
+    engine.ledger.close()
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -93,4 +93,4 @@ def test_killed_while_a_charge_is_written(runs, moment: str) -> None:
     assert released in (4, 8) and counted == released + (0 if moment == "before" else block)
     engine = wc.PrivacyEngine("rdp", ledger=ledger)
     assert engine.steps == before + counted
-    engine._ledger.close()
+    engine.ledger.close()

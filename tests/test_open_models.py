@@ -196,7 +196,7 @@ def text(criterion: Any = None, data: Dataset | None = None, **settings: Any):
 def text_oracle() -> dict[str, Tensor]:
     data, plain = Records(), Text()
     (8 * plain(data.ids, data.mask, data.labels).loss).backward()
-    return {k: p.grad for k, p in plain.named_parameters()}
+    return {k: p.grad for k, p in plain.named_parameters() if p.grad is not None}
 
 
 def check_text(model: nn.Module) -> None:

@@ -205,7 +205,7 @@ def test_evaluation_follows_the_user() -> None:
 
 def test_passes_inside_passes_and_copies() -> None:
     run = private(drop(), table(8))
-    randomness = run.engine._randomness
+    randomness = run.engine.training.randomness
     seeded_by_the_user(1)
     before = states()
     with randomness.scope():
@@ -231,7 +231,7 @@ def test_two_threads_in_one_model_are_refused() -> None:
         except wc.ContractError as error:
             found.append(str(error))
 
-    with run.engine._randomness.scope():
+    with run.engine.training.randomness.scope():
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()

@@ -140,7 +140,7 @@ def test_what_a_recording_reads_outlives_its_tensors(fake):
     def work():
         middle = weight * cached
         written.add_(torch.stack([middle, middle]).sum(0))
-        return torch.stack(torch._foreach_norm([weight, middle]))
+        return torch.stack(torch._foreach_norm([weight, middle]))  # pyright: ignore[reportPrivateImportUsage]
 
     for _ in range(3):
         recorder("a", work)

@@ -22,7 +22,7 @@ def test_slack_grows_with_uses_and_float32_products_but_not_with_pieces() -> Non
             return self.last(self.a(torch.relu(self.a(x))))
 
     def slack(run) -> dict[str, float]:
-        return dict(zip(run.engine.plan.layers, run.engine._release.slack, strict=True))
+        return dict(zip(run.engine.plan.layers, run.engine.training.release.slack, strict=True))
 
     whole, pieces = (slack(private(Twice(), table(64), max_physical_batch_size=k)) for k in (None, 1))
     assert whole == pieces
@@ -37,22 +37,22 @@ def test_slack_grows_with_uses_and_float32_products_but_not_with_pieces() -> Non
 
 def test_pieces_are_summed_in_float64_and_noise_does_not_change_with_them() -> None:
     run = private(mlp(), table(64), sigma=1.0, max_physical_batch_size=1)
-    release = run.engine._release
+    release = run.engine.training.release
     assert (release.sum_dtype, release.noise_dtype) == (torch.float64, torch.float32)
     release.add(0, torch.ones_like(release.blocks[0].parameter))
     release.add(0, torch.full_like(release.blocks[0].parameter, 1e-9))
     assert release.sums[0] is not None and release.sums[0].double().sub(1).max() > 0  # float32 would have dropped it
-    assert private(mlp(), table(64), sigma=1.0).engine._release.sum_dtype == torch.float32
+    assert private(mlp(), table(64), sigma=1.0).engine.training.release.sum_dtype == torch.float32
 
 
 def test_a_release_without_any_gradient_is_pure_noise_or_zero() -> None:
     for sigma in (0.0, 1.0):
         run = private(mlp(), table(8), sigma=sigma)
         engine = run.engine
-        kept = torch.ones_like(engine._release.blocks[0].parameter)
-        engine._release.add(0, kept)
-        engine._release.clear()  # forgotten sums do not come back
-        engine._release.release(engine._sensitivities, engine.streams, 0)
+        kept = torch.ones_like(engine.training.release.blocks[0].parameter)
+        engine.training.release.add(0, kept)
+        engine.training.release.clear()  # forgotten sums do not come back
+        engine.training.release.release(engine.training.sensitivity.values, engine.streams, 0)
         grads = run.grads()
         assert all(bool(g.any()) == (sigma > 0) for g in grads.values())
         storage = {g.untyped_storage().data_ptr() for g in (p.grad for p in run.model.parameters()) if g is not None}
@@ -67,7 +67,7 @@ def test_recorded_graphs_read_one_slack_for_good() -> None:
             storages.extend(a.untyped_storage() for a in args if isinstance(a, torch.Tensor))
             return func(*args, **(kwargs or {}))
 
-    release = private(mlp(), table(8)).engine._release
+    release = private(mlp(), table(8)).engine.training.release
     there = torch.ones(2, dtype=torch.float64, device="meta")  # any device but the CPU
     release.enlarged(there)
     reads = []
@@ -90,13 +90,13 @@ def test_an_interrupted_step_leaves_nothing_to_the_next(place: str, monkeypatch:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.engine._release, place, interrupt)
+        patch.setattr(run.engine.training.release, place, interrupt)
         with pytest.raises(KeyboardInterrupt):
             run.train()
     assert run.engine.steps == 1
     seen = []
     for each in (run, alone):
-        each.engine._release.sigma = 0.0
+        each.engine.training.release.sigma = 0.0
         each.engine.steps = 0
         each.train()
         seen.append(each.grads())

@@ -28,7 +28,7 @@ def test_the_noise_of_the_next_step_is_the_reported_one() -> None:
         reported = [row["noise"] for row in run.engine.report()["layers"]]
         x, y = next(iter(run.loader))
         run.criterion(run.model(x), y).backward()
-        used = run.engine._release.scales(run.engine._sensitivities).tolist()
+        used = run.engine.training.release.scales(run.engine.training.sensitivity.values).tolist()
         assert used == pytest.approx(reported, rel=1e-12)
         run.optimizer.step()
 
@@ -60,8 +60,8 @@ def test_place_and_seeds_are_gaps_unless_they_are_closed() -> None:
 
 def test_the_certificate_as_released_is_never_smaller() -> None:
     run = private(mlp(), table(8))
-    plain = run.engine.plan.certificate(run.engine._evaluate())
-    released = as_released(plain, run.engine._release)
+    plain = run.engine.plan.certificate(run.engine.training.sensitivity.evaluate())
+    released = as_released(plain, run.engine.training.release)
     for a, b in zip(plain.rows, released.rows, strict=True):
         assert b.sensitivity > a.sensitivity and a.name == b.name
     assert wc.certify(run.model, run.criterion) == released

@@ -22,13 +22,13 @@ RADII = wc.Bounds(layer_radius=1.0, cotangent_radius=0.1)
 def test_limits_are_out_of_reach_of_whoever_casts_or_writes_buffers() -> None:
     for bounds in (wc.Bounds(input_radius=1.0), RADII, wc.Bounds(layer_cap=0.5)):
         run = private(mlp(), table(8), bounds=bounds)
-        before = [entry.layer._wc_limits for entry in run.engine._collector.entries]
+        before = [entry.layer._wc_limits for entry in run.engine.training.collector.entries]
         values = [limits.clone() for limits in before]
         assert not any(name.endswith("_wc_limits") for name, _ in run.model.named_buffers())
         run.model.bfloat16().float()
         for buffer in run.model.buffers():
             buffer.data.fill_(1e6)
-        for entry, limits, value in zip(run.engine._collector.entries, before, values, strict=True):
+        for entry, limits, value in zip(run.engine.training.collector.entries, before, values, strict=True):
             assert entry.layer._wc_limits is limits and torch.equal(limits, value) and limits.dtype == torch.float32
 
 
@@ -175,9 +175,9 @@ def test_padding_that_counts_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reservation_after_the_users_code_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightclip._loop import TrainingLoop
+    from weightclip._step import Training
 
-    monkeypatch.setattr(TrainingLoop, "_reserve", lambda self, info: None)
+    monkeypatch.setattr(Training, "reserve", lambda self, draw, info: None)
     with pytest.raises((AssertionError, pytest.fail.Exception, wc.ContractError)):
         test_a_loss_inside_the_loss_is_refused()
 

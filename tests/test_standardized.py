@@ -127,7 +127,7 @@ def test_noise_is_added_before_the_pull_back(joint):
     bounds = wc.Bounds(joint_cap=1.0) if joint else wc.Bounds(layer_radius=1.0, cotangent_radius=1.0)
     _, net, optimizer, loader, loss = private(small_net(), x, y, 2.0, bounds)
     one_step(net, optimizer, loader, loss)
-    for module in net:
+    for module in net.children():
         if isinstance(module, StandardizedConv2d):
             assert module.weight.grad is not None
             grad, weight = module.weight.grad.double().flatten(1), module.weight.detach().double().flatten(1)
@@ -164,7 +164,7 @@ def test_black_box_one_record_moves_the_sum_by_at_most_delta(bounds):
             noise_multiplier=0.0, bounds=bounds, expected_batch_size=6,
             generator=torch.Generator().manual_seed(0),
         )  # fmt: skip
-        release = engine._release
+        release = engine.training.release
         release.blocks[:] = [dataclasses.replace(block, pull_back=None) for block in release.blocks]
         one_step(net, optimizer, loader, loss)
         return engine, [p.grad * 6 for p in net.parameters() if p.grad is not None]

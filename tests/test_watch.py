@@ -104,8 +104,8 @@ def test_gradients_the_engine_does_not_know_never_enter_a_step() -> None:
 def test_addresses_tell_a_transposed_weight_from_the_one_that_lay_there() -> None:
     """``p.data = p.data.transpose(...)`` counts as no write and moves nothing, but it is another layer."""
     run = private(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), table(8))
-    before = run.engine._watch.addresses()
+    before = run.engine.training.watch.addresses()
     weight = run.model.get_submodule("0").weight
     assert isinstance(weight, nn.Parameter)
     weight.data = weight.data.t()
-    assert run.engine._watch.addresses() != before
+    assert run.engine.training.watch.addresses() != before

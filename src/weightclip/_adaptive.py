@@ -1,7 +1,8 @@
 """Limits that follow private quantiles (Andrew et al. 2021), paid inside the joint noise of the step.
 
 Every enforced limit (layer radius, cotangent radius, layer cap) is one query a step: how many of the records' norms lie
-within it, as a sum of indicators centred at one half. The noisy answer moves the limit geometrically.
+within it, as a sum of indicators centred at one half. The noisy answer moves the limit geometrically
+(SOUNDNESS Theorem 17).
 """
 
 from __future__ import annotations

@@ -43,10 +43,10 @@ def save(engine: PrivacyEngine, path: Any) -> None:
     tensors = {f"model.{k}": _stored(v) for k, v in state.items()}
     ledger = {
         "steps": engine.steps, "draws": engine.loader.state_dict()["draws"], "settings": _settings(engine),
-        "budget": engine.budget, "resumed": engine._resumed, "gains": engine._gains.state(tensors),
-        "quantiles": None if engine._quantiles is None else engine._quantiles.state(),
+        "budget": engine.budget, "resumed": engine.resumed, "gains": engine.training.sensitivity.gains.state(tensors),
+        "quantiles": None if engine.training.quantiles is None else engine.training.quantiles.state(),
         "optimizer": _flatten(engine.optimizer.state_dict(), tensors), "streams": None, "data": None,
-        "file": None if engine._ledger is None else engine._ledger.state(),
+        "file": None if engine.ledger is None else engine.ledger.state(),
     }  # fmt: skip
     if not engine.streams.is_secure:
         ledger["streams"], ledger["data"] = engine.streams.state(), fingerprint(engine, engine.streams)
@@ -97,7 +97,7 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
     _check_file(engine, ledger)
     mine = _settings(engine)
     # one count of steps stands for one mechanism; a ledger holds each run's own
-    public = () if engine._ledger else ("noise_multiplier", "sample_rate", "expected_batch_size", "mechanism")
+    public = () if engine.ledger else ("noise_multiplier", "sample_rate", "expected_batch_size", "mechanism")
     for name in mine if exact else public:
         if ledger["settings"][name] != mine[name]:
             raise ContractError(
@@ -118,23 +118,23 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
     except ValueError as error:
         raise ContractError(f"the checkpoint holds another optimizer: {error}") from error
     engine.model.load_state_dict(weights)
-    if engine._ledger is None:
+    if engine.ledger is None:
         engine.steps = max(engine.steps, ledger["steps"])  # releases made beyond the checkpoint stay charged
-        engine._uncounted = True
+        engine.uncounted = True
     if exact:  # nothing was released after these draws, or the same will be
         engine.loader.draws, engine.loader._unfinished = ledger["draws"], None
     else:
         engine.loader.load_state_dict({"draws": ledger["draws"]})
-    engine.streams, engine.loader.streams, engine._resumed = streams, streams, resumed
-    engine._drop_sum()
-    engine._info = None
-    engine._gains.reset()
-    if engine._quantiles is not None:
-        engine._quantiles.load_state(ledger["quantiles"] or {})
+    engine.streams, engine.loader.streams, engine.resumed = streams, streams, resumed
+    engine.training.drop()
+    engine.training.info = None
+    engine.training.sensitivity.gains.reset()
+    if engine.training.quantiles is not None:
+        engine.training.quantiles.load_state(ledger["quantiles"] or {})
     if exact:
-        engine._gains.restore(ledger["gains"], tensors)
+        engine.training.sensitivity.gains.restore(ledger["gains"], tensors)
         _restore_random_states({k[len("random.") :]: v for k, v in tensors.items() if k.startswith("random.")})
-    if engine._uncounted:  # last, so that a warning taken for an error leaves nothing half loaded
+    if engine.uncounted:  # last, so that a warning taken for an error leaves nothing half loaded
         warnings.warn(_UNCOUNTED, UncountedReleases, stacklevel=3)
 
 
@@ -169,7 +169,7 @@ def _changed(path: Path, text: str) -> bool:
 
 def _check_file(engine: PrivacyEngine, ledger: dict[str, Any]) -> None:
     """A checkpoint goes with the ledger that counted its releases, which must still hold them."""
-    known, mine = ledger.get("file"), engine._ledger
+    known, mine = ledger.get("file"), engine.ledger
     if mine is None:
         if known is not None:
             raise ContractError("the checkpoint's releases are in a ledger: pass it as PrivacyEngine(ledger=path).")
@@ -184,12 +184,12 @@ def _check_file(engine: PrivacyEngine, ledger: dict[str, Any]) -> None:
 
 def _settings(engine: PrivacyEngine) -> dict[str, Any]:
     """What must be the same for the same noise to meet the same sums."""
-    release = engine._release
+    release = engine.training.release
     texts = {"bounds": engine.bounds, "loss": engine.criterion.loss, "allocation": release.allocation,
              "mechanism": release.knorm}  # fmt: skip
     return {
         "noise_multiplier": engine.noise_multiplier, "sample_rate": engine.loader.sample_rate,
-        "expected_batch_size": engine.expected_batch_size, "max_physical_batch_size": engine.loader._piece_size,
+        "expected_batch_size": engine.expected_batch_size, "max_physical_batch_size": engine.loader.piece_size,
         "augmentation_multiplicity": engine.views, "release_grid": release.grid,
         **{name: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for name, value in texts.items()},
     }  # fmt: skip
@@ -202,7 +202,7 @@ def _same_streams(engine: PrivacyEngine, ledger: dict[str, Any]) -> Streams:
     if ledger["streams"]["seed"] != engine.streams.state()["seed"]:
         raise ContractError("exact resume needs the same generator seed as the saved run.")
     if engine.steps > ledger["steps"]:
-        how = "load it without exact=True" if engine._ledger else "resume exactly with a fresh engine"
+        how = "load it without exact=True" if engine.ledger else "resume exactly with a fresh engine"
         raise ContractError(f"this engine or its ledger is past the checkpoint: {how}.")
     streams = Streams.from_state(ledger["streams"])
     if fingerprint(engine, streams) != ledger["data"]:

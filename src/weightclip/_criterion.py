@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,26 +15,39 @@ from weightclip.factors._limits import Eager
 from weightclip.losses import Loss
 
 if TYPE_CHECKING:
+    from weightclip._gate import Passage
+    from weightclip._step import Draw, Training
     from weightclip.engine import PrivacyEngine
+
+
+@dataclass
+class Taken:
+    """A loss that was taken: its value, and what its backward pass collects."""
+
+    value: Tensor
+    passage: Passage
+    draw: Draw | None
+    mask: Tensor | None
+    of: tuple[Tensor, ...]  # what it was taken of
+    shown: tuple[Tensor | None, ...]  # the gradient there
 
 
 class _Summed(Eager):
     """Value: sum over records / expected batch size. Backward: the engine collects the certified gradients, once."""
 
     @staticmethod
-    def forward(ctx, hidden: tuple[Tensor, Any], todo: Any, engine: PrivacyEngine, *of: Tensor) -> Tensor:
-        value, ctx.shown = hidden
-        ctx.todo, ctx.engine = todo, engine
-        return value
+    def forward(ctx, loss: Taken, training: Training, *of: Tensor) -> Tensor:
+        ctx.loss, ctx.training = loss, training
+        return loss.value
 
     @staticmethod
     def backward(ctx, upstream: Tensor):
-        if ctx.todo is None:
+        if ctx.loss is None:
             raise ContractError("backward() ran twice through one private loss: call the model and the loss again.")
-        todo, ctx.todo = ctx.todo, None
-        ctx.engine._check_upstream(upstream)
-        ctx.engine._collect(*todo)
-        return None, None, None, *ctx.shown  # as far as the wall; what the engine collected is all there is
+        loss, ctx.loss = ctx.loss, None
+        ctx.training.check_upstream(upstream)
+        ctx.training.collect(loss.passage, loss.draw, loss.mask)
+        return None, None, *loss.shown  # as far as the wall; what the engine collected is all there is
 
 
 def _per_view(target: Any, records: int, views: int) -> Any:
@@ -72,7 +86,7 @@ class PrivateCriterion(nn.Module):
     def __init__(self, native: Any, loss: Loss, engine: PrivacyEngine) -> None:
         super().__init__()
         self.native = native
-        self.__dict__["_engine"], self.__dict__["_loss"] = engine, loss
+        self.__dict__["_engine"], self.__dict__["_loss"] = engine, loss  # not as parts of this module
 
     @property
     def loss(self) -> Loss:
@@ -96,28 +110,31 @@ class PrivateCriterion(nn.Module):
 
     @torch.compiler.disable
     def _private(self, outputs: Any, target: Any) -> Tensor:
-        engine: PrivacyEngine = self.__dict__["_engine"]
+        training = self.__dict__["_engine"].training
+        taken = self.take(outputs, target)
+        return _Summed.apply(taken, training, *taken.of)  # type: ignore[return-value]
+
+    def take(self, outputs: Any, target: Any) -> Taken:
+        """Take the loss of the present batch: admitted, with limits up to date; its backward pass is still to come."""
+        training: Training = self.__dict__["_engine"].training
         if not isinstance(outputs, Tensor):  # what has no row for each record (a loss of the model's own) stays outside
-            records = engine._records()
+            records = training.records
             outputs = map_tensors(lambda t: t if t.dim() and t.shape[0] == records else None, outputs)
-        arguments, mask = engine._begin_loss([t for t in tensors_of(outputs) if t.requires_grad])
+        arguments, mask = training.admit([t for t in tensors_of(outputs) if t.requires_grad])
         try:
             value, gradients = self.graded(outputs, target, mask, arguments[0].fold)
         except BaseException:
-            engine._unreserve()
+            training.give_back()
             raise
         passage = arguments[0].passage
-        for argument, gradient in zip(arguments, gradients, strict=True):
-            if gradient is not None:
-                given = argument.lay_out(gradient)
-                known = passage.given.get(argument.end)
-                passage.given[argument.end] = given if known is None else known + given
-        todo = passage, engine._graded, mask  # hidden from autograd in a tuple
+        used = [(a, g) for a, g in zip(arguments, gradients, strict=True) if g is not None]
+        for argument, gradient in used:
+            given, known = argument.lay_out(gradient), passage.given.get(argument.end)
+            passage.given[argument.end] = given if known is None else known + given
         if passage.compiled:  # no wall there: the user's backward pass must not enter the model's graph
-            return _Summed.apply((value, [None]), todo, engine, engine._gate.anchor)  # type: ignore[return-value]
-        used = [(a.value, g) for a, g in zip(arguments, gradients, strict=True) if g is not None]
-        values, shown = zip(*used, strict=True)
-        return _Summed.apply((value, shown), todo, engine, *values)  # type: ignore[return-value]
+            return Taken(value, passage, training.draw, mask, (training.gate.anchor,), (None,))
+        of, shown = zip(*((argument.value, gradient) for argument, gradient in used), strict=True)
+        return Taken(value, passage, training.draw, mask, of, shown)
 
     @torch.no_grad()
     def graded(

@@ -78,7 +78,7 @@ def settings_digest(engine: PrivacyEngine) -> bytes:
         Runs of one seed that differ in sigma, q, b, bounds, loss, allocation, mechanism, pieces, accounting or model
         have independent draws, masks and noise.
     """
-    release, model = engine._release, engine.model
+    release, model = engine.training.release, engine.model
     assert model is not None
     texts = [
         engine.noise_multiplier, engine.loader.sample_rate, engine.expected_batch_size, engine.loader._cutter,

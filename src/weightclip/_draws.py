@@ -1,4 +1,4 @@
-"""The law of one Poisson draw: which records are in it, and how many there can be."""
+"""The law of one Poisson draw: which records are in it, and how many there can be (SOUNDNESS Theorems 26 and 27)."""
 
 from __future__ import annotations
 

@@ -57,6 +57,15 @@ class Call:
 
         return self.map(fill)
 
+    def positional(self) -> tuple[Any, ...]:
+        """The arguments of a model whose graph is traced, which takes tensors by position."""
+        if self.kwargs or not all(isinstance(a, Tensor) for a in self.args):
+            raise WeightclipError(
+                "a certified bound needs a model whose inputs are tensors by position: pass example= (a batch of "
+                "inputs, or a tuple of them), or limit every layer by a cap (Bounds()), which takes any call."
+            )
+        return self.args
+
     def __call__(self, model: nn.Module) -> Any:
         """The model's output."""
         return model(*self.args, **self.kwargs)

@@ -15,7 +15,6 @@ from weightclip._gains import numerics_for
 from weightclip._record import Reads, side_stream
 from weightclip._streams import NOISE, Streams, fill_normal_
 from weightclip._torch import optimizer_hooks
-from weightclip._watch import refuse_stray_gradients
 from weightclip.factors._conv import _weights
 from weightclip.mechanisms import constant
 from weightclip.sampling import BatchInfo
@@ -66,12 +65,13 @@ class FusedStep:
     """
 
     def __init__(self, engine: PrivacyEngine) -> None:
-        self.engine = engine
-        plain = engine._quantiles is None and engine._entrywise is None and engine.bounds.refresh == 1
+        self.engine, self.training = engine, engine.training
+        t = self.training
+        plain = t.quantiles is None and t.sensitivity.entrywise is None and engine.bounds.refresh == 1
         # a graph would draw a model's masks from a generator whose seed the user knows, and a seeded run's noise is
         # keyed by the sum, which is not there before the launch
         drawn_before = engine.noise_multiplier == 0 or not engine.streams.needs_content
-        self.on = engine.device.type == "cuda" and plain and drawn_before and not engine._randomness.draws
+        self.on = engine.device.type == "cuda" and plain and drawn_before and not t.draws
         self._runs: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, _Recorded] = {}
         self._buffers: dict[Hashable, _Inputs] = {}
@@ -81,7 +81,8 @@ class FusedStep:
 
     def __call__(self, x: Any, y: Any) -> Tensor:
         """One step on a batch of the private loader; the displayed loss, detached (it is not private)."""
-        info, tensors = self.engine._info or self.engine._admit(), isinstance(x, Tensor) and isinstance(y, Tensor)
+        tensors = isinstance(x, Tensor) and isinstance(y, Tensor)
+        info = self.training.info or self.training.admit_batch()
         if not self.on or not tensors or not (info.piece == 0 and info.last):
             return self._ordinary(x, y)
         with torch.cuda.device(self.engine.device):
@@ -92,15 +93,16 @@ class FusedStep:
             return self._padded(info, x, y)
 
     def _ordinary(self, x: Any, y: Any) -> Tensor:
-        engine = self.engine
-        assert engine.model is not None
+        """The sequence of :mod:`weightclip._step`, called directly instead of by hooks of a backward pass."""
+        engine, t = self.engine, self.training
         # as a graph's places take batches from anywhere: whether one is padded or in pieces depends on the draw
-        x, y = (t.to(engine.device) if isinstance(t, Tensor) else t for t in (x, y))
+        x, y = (b.to(engine.device) if isinstance(b, Tensor) else b for b in (x, y))
         engine.optimizer.zero_grad()
-        loss = engine.criterion(engine.model(x), y)
-        loss.backward()
+        with torch.enable_grad():
+            loss = engine.criterion.take(t.model(x), y)
+            t.collect(loss.passage, loss.draw, loss.mask)
         engine.optimizer.step()
-        return loss.detach()
+        return loss.value
 
     def _padded(self, info: BatchInfo, x: Tensor, y: Tensor) -> Tensor:
         engine = self.engine
@@ -113,7 +115,7 @@ class FusedStep:
             self._buffers[shape] = _Inputs.like(x, y, rows, engine.views, per_view, engine.device)
         inputs = self._buffers[shape]
         inputs.fill(x, y, info, engine.views, per_view)
-        engine._info = BatchInfo(info.draw, 0, True, inputs.mask, rows)
+        self.training.info = BatchInfo(info.draw, 0, True, inputs.mask, rows)
         fixed = self._optimizer.fixed()
         key = (*shape, *self._circumstances(), fixed)
         known = key in self._graphs
@@ -121,8 +123,8 @@ class FusedStep:
         if not known and (often or self._runs.get(key, 0) < _WARM):
             self._runs[key] = self._runs.get(key, 0) + 1
             return self._ordinary(inputs.x, inputs.y)
-        engine._admit()
-        if often and not engine._fit():  # the ordinary way says so, unless weights were mended since
+        self.training.admit_batch()
+        if often and not self.training.sensitivity.fit():  # the ordinary way says so, unless weights were mended since
             return self._ordinary(inputs.x, inputs.y)
         if not known and not self._record(key, inputs, fixed is not None):
             return self._ordinary(inputs.x, inputs.y)
@@ -130,42 +132,45 @@ class FusedStep:
 
     def _circumstances(self) -> tuple[Hashable, ...]:
         """All that a graph holds fixed."""
-        engine, release = self.engine, self.engine._release
+        engine, t, release = self.engine, self.training, self.training.release
         enabled = torch.is_autocast_enabled("cuda")
         autocast = torch.get_autocast_dtype("cuda") if enabled else None
         return (
-            engine._watch.modes(), autocast, numerics_for(engine.device, autocast), engine._watch.addresses(),
-            engine._gains.clipped, release.sigma, release.batch, release.grid, tuple(release.slack), id(engine.streams),
+            t.watch.modes(), autocast, numerics_for(engine.device, autocast), t.watch.addresses(),
+            t.sensitivity.gains.clipped, release.sigma, release.batch, release.grid, tuple(release.slack),
+            id(engine.streams),
         )  # fmt: skip
 
     def _replay(self, found: _Recorded) -> Tensor:
-        engine, release = self.engine, self.engine._release
-        engine._drop_sum()
-        engine._use_mode(engine._watch.modes())
+        engine, t, release = self.engine, self.training, self.training.release
+        t.drop()
+        t.sensitivity.use_mode(t.watch.modes())
         if found.whole:
-            refuse_stray_gradients(engine.optimizer, engine._trained)
-        # charge first: an interruption after this line may waste budget but never hides a release
-        found.noise.set(engine._charge())
-        found.graph.replay()
-        engine._sensitivities, engine._factors, engine._reach = found.bounds
+            t.refuse_strangers(engine.optimizer)
+
+        def launch(step: int) -> None:
+            found.noise.set(step)
+            found.graph.replay()
+
+        t.spend(launch)
+        t.sensitivity.values, t.sensitivity.factors, t.sensitivity.reach = found.bounds
         value = found.value.clone()
         if found.whole:
-            for block in release.blocks:
-                block.parameter.grad = None
-            torch.autograd.graph.increment_version([block.parameter for block in release.blocks])
-            engine._gains.replayed()
+            for parameter in release.parameters:
+                parameter.grad = None
+            torch.autograd.graph.increment_version(release.parameters)
+            t.sensitivity.gains.replayed()
             return value
-        if found.flat is not None:  # new tensors: gradients that are kept never show a later step
-            gradients = release._views(found.flat.clone())
-        else:
-            gradients = [gradient.clone() for gradient in found.gradients]
-        for block, gradient in zip(release.blocks, gradients, strict=True):
-            block.parameter.grad = gradient
-        engine._released = True
+        # new tensors: gradients that are kept never show a later step
+        flat = found.flat
+        gradients = [g.clone() for g in found.gradients] if flat is None else release.split(flat.clone())
+        for parameter, gradient in zip(release.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        t.released = True
         try:
             engine.optimizer.step()
         finally:
-            engine._released = False
+            t.released = False
         return value
 
     def _record(self, key: Hashable, inputs: _Inputs, whole: bool) -> bool:
@@ -183,7 +188,7 @@ class FusedStep:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"), reads:
                 value, flat, gradients = self._step(inputs, noise)
                 if whole:
-                    engine._released = True
+                    self.training.released = True
                     engine.optimizer.step()
         except Exception as error:
             torch.cuda.set_stream(before)
@@ -195,50 +200,46 @@ class FusedStep:
                 self.on = False
                 warnings.warn(f"fused steps run without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=5)
             torch.cuda.synchronize()
-            engine._drop_sum()
+            self.training.drop()
             _forget_unmade(caches[0])
             return False
         finally:
-            engine._released = False
-            engine._gains.reset()  # recording runs nothing: no norms are known
-            for block in engine._release.blocks:
-                block.parameter.grad = None
+            self.training.released = False
+            self.training.sensitivity.gains.reset()  # recording runs nothing: no norms are known
+            for parameter in self.training.release.parameters:
+                parameter.grad = None
         if _forget_unmade(caches[0]):
             return False
-        bounds, kept = (engine._sensitivities, engine._factors, engine._reach), [reads.kept, caches[1]]
+        found, kept = self.training.sensitivity, [reads.kept, caches[1]]
+        bounds = found.values, found.factors, found.reach
         self._graphs[key] = _Recorded(graph, noise, inputs, value, gradients, flat, whole, bounds, kept)
         return True
 
     def _step(self, inputs: _Inputs, noise: _Noise) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """What is recorded: (displayed loss, all gradients in one piece or None, the gradient of each parameter)."""
-        engine, release = self.engine, self.engine._release
-        model, stream = engine.model, torch.cuda.current_stream()
-        assert model is not None
+        engine, t, release = self.engine, self.training, self.training.release
+        model, stream, found = t.model, torch.cuda.current_stream(), t.sensitivity
         beside = side_stream(engine.device, "bounds")
         beside.wait_stream(stream)  # bounds look at weights alone: they run beside the passes
         # leaves of this recording's own: those of the parameters belong to the stream they were made on
         leaves = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
-        logits = torch.func.functional_call(model, leaves, (inputs.x,))
-        engine._recorder.aside = beside
+        outputs = torch.func.functional_call(model, leaves, (inputs.x,))
+        found.recorder.aside = beside
         try:
-            (argument,), mask = engine._begin_loss([logits])
+            loss = engine.criterion.take(outputs, inputs.y)
         finally:
-            engine._recorder.aside = None
-        value, (gradient,) = engine.criterion.graded(logits, inputs.y, mask, argument.fold)
-        assert gradient is not None
-        argument.passage.given[argument.end] = argument.lay_out(gradient)
+            found.recorder.aside = None
         names = {id(p): name for name, p in model.named_parameters()}
-        trained = [leaves[names[id(block.parameter)]] for block in release.blocks]
         stream.wait_stream(beside)  # where this step's limits are set
-        engine._pass(argument.passage, trained, mask)
+        t.run_backward(loss.passage, [leaves[names[id(p)]] for p in release.parameters], loss.mask)
         with torch.cuda.stream(beside):  # nor does the noise wait for the passes
-            drawn = release.noise(engine._sensitivities, noise, 0, engine._factors)  # type: ignore[arg-type]
+            drawn = release.noise(found.values, noise, 0, found.factors)  # type: ignore[arg-type]
         stream.wait_stream(beside)
-        flat = release.release(engine._sensitivities, engine.streams, 0, engine._factors, drawn)
-        engine._reset_batch()
+        flat = release.release(found.values, engine.streams, 0, found.factors, drawn)
+        t.draw = None
         gradients = [p for block in release.blocks if (p := block.parameter.grad) is not None]
         whole = all(block.pull_back is None and block.parameter.dtype == flat.dtype for block in release.blocks)
-        return value, flat if whole else None, gradients
+        return loss.value, flat if whole else None, gradients
 
 
 class _Optimizer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from weightclip._trees import map_tensors, tensors_of
 from weightclip.errors import ContractError
 from weightclip.factors import is_plain
 from weightclip.factors._limits import Eager
+
+if TYPE_CHECKING:
+    from weightclip._step import Training
 
 _VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "Squeeze", "Unsqueeze", "Transpose", "T",
           "Permute", "Select", "Slice")  # fmt: skip
@@ -102,6 +105,9 @@ def _open_door(module: nn.Module, args: Any, kwargs: Any) -> None:
     """What is left of an entrance in a copy of the model."""
 
 
+_open_door._weightclip = True  # type: ignore[attr-defined]
+
+
 def _left_behind() -> Any:
     return _open_door
 
@@ -175,16 +181,16 @@ class _Wall(Eager):
     """An output of the model, cut off from it: a backward pass ends here, and must bring the private loss alone."""
 
     @staticmethod
-    def forward(ctx, anchor: Tensor, passage: Passage, end: int, engine: Any) -> Tensor:
-        ctx.passage, ctx.end, ctx.engine = passage, end, engine
+    def forward(ctx, anchor: Tensor, passage: Passage, end: int, owner: Any) -> Tensor:
+        ctx.passage, ctx.end, ctx.owner = passage, end, owner
         return passage.ends[end].detach()
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        given, engine = ctx.passage.given.get(ctx.end), ctx.engine()
+        given, owner = ctx.passage.given.get(ctx.end), ctx.owner()
         if given is None or not (_same_place(given, gradient) or torch.equal(given, gradient)):
-            if engine is not None:
-                engine._drop_sum()
+            if owner is not None:
+                owner.drop()
             raise ContractError(
                 "backward() reached the model's output with a gradient that is not the private loss's: use the "
                 "criterion that make_private returned, alone, with no other term on the model's output (a loss that "
@@ -270,8 +276,8 @@ class OutputGate:
 
     _weightclip = True
 
-    def __init__(self, engine: Any, device: torch.device, entrance: Entrance) -> None:
-        self.engine: weakref.ref[Any] | None = weakref.ref(engine)
+    def __init__(self, owner: Training, device: torch.device, entrance: Entrance) -> None:
+        self.owner: weakref.ref[Training] | None = weakref.ref(owner)
         self.device, self.entrance = device.type, entrance
         self.compiled: tuple[Any, torch.dtype | None] | None = None
         self.anchor = torch.zeros((), requires_grad=True)
@@ -286,18 +292,18 @@ class OutputGate:
             # traced as an assignment: outside the graph the criterion meets these very tensors
             self.compiled = output, autocast
             return None
-        engine = None if self.engine is None else self.engine()
-        if engine is None:
+        owner = None if self.owner is None else self.owner()
+        if owner is None:
             return None
-        if module is not engine.model:
+        if module is not owner.model:
             raise ContractError("the private model runs as a replica (DataParallel): use one process and one device.")
         if data_parallel_active():
             raise ContractError("DistributedDataParallel averages raw gradients before the noise: use the plain model.")
-        passage = Passage(autocast, self.entrance.last, engine._watch.modes())
+        passage = Passage(autocast, self.entrance.last, owner.watch.modes())
 
         def cut(end: Tensor) -> Tensor:
             place = passage.add(end)
-            return _Wall.apply(self.anchor, passage, place, self.engine) if end.requires_grad else end
+            return _Wall.apply(self.anchor, passage, place, self.owner) if end.requires_grad else end
 
         return cut(output) if isinstance(output, Tensor) else map_tensors(cut, output)
 
@@ -305,12 +311,15 @@ class OutputGate:
         """Forget a compiled pass over an earlier batch."""
         self.compiled = None
 
-    def enter(self, values: list[Tensor], records: int, modes: tuple[bool, ...], folds: bool) -> list[Argument]:
+    def enter(
+        self, values: list[Tensor], records: int, views: int, modes: tuple[bool, ...], folds: bool
+    ) -> list[Argument]:
         """The arguments of a loss, all of one forward pass; raises unless each is an output of it or a view or copy.
 
         Args:
             values: What the loss is taken of.
-            records: Rows of the batch.
+            records: Rows of the batch, those of all views of its records.
+            views: How many each record has.
             modes: Which modules train now, where the pass itself could not tell (a compiled one).
             folds: Whether several rows may belong to one record.
         """
@@ -322,12 +331,14 @@ class OutputGate:
                 compiled.add(end)
         if not values:
             raise ContractError("the loss got no output of the model that has a row for each record.")
-        found = [self._enter(value, records, compiled, folds) for value in values]
+        found = [self._enter(value, records, views, compiled, folds) for value in values]
         if any(argument.passage is not found[0].passage for argument in found):
             raise ContractError("the loss was taken of outputs of several calls of the model: call it once a batch.")
+        if len({argument.fold for argument in found}) > 1:
+            raise ContractError("the loss got outputs with different numbers of rows: fold positions into all or none.")
         return found
 
-    def _enter(self, value: Tensor, records: int, compiled: Passage | None, folds: bool) -> Argument:
+    def _enter(self, value: Tensor, records: int, views: int, compiled: Passage | None, folds: bool) -> Argument:
         node, place, copied = _source(value.grad_fn)
         passage: Passage | None = getattr(node, "passage", None)
         end = getattr(node, "end", None)
@@ -345,8 +356,9 @@ class OutputGate:
         fold = value.shape[0] // records if value.dim() and folds and value.shape[0] % records == 0 else 1
         if output.shape[:1] != (records,) or value.shape[:1] != (records * fold,):
             raise ContractError(
-                f"the loss got {tuple(value.shape)} of an output of shape {tuple(output.shape)} for {records} records: "
-                "pass the loader's batch unchanged, and keep records on dimension 0 of what the model returns."
+                f"the loss got {tuple(value.shape)} of an output of shape {tuple(output.shape)} for {records // views} "
+                f"records{'' if views == 1 else f' of {views} views each'}: pass the loader's batch unchanged, and "
+                "keep records on dimension 0 of what the model returns."
             )
         if copied:
             edge = GradientEdge(node, place)
@@ -363,7 +375,7 @@ class OutputGate:
 
     def __getstate__(self) -> dict[str, Any]:
         # copies and saved models leave the engine behind
-        return {"engine": None, "device": self.device, "entrance": None, "compiled": None, "anchor": None,
+        return {"owner": None, "device": self.device, "entrance": None, "compiled": None, "anchor": None,
                 "_views": set()}  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OutputGate:

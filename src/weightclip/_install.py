@@ -7,7 +7,6 @@ import functools
 import math
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -21,135 +20,112 @@ from weightclip._open import OpenPlan
 from weightclip._projection import InputProjection
 from weightclip._randomness import FORWARD, ForwardRandomness
 from weightclip._release import sum_slack
+from weightclip._step import Tested
 from weightclip._torch import forward_hooks
 from weightclip._watch import BufferGuard, in_modes
+from weightclip.certificate import Plan
 from weightclip.errors import CertificationError, ContractError
-from weightclip.factors import Collector, Entry, Limits, Product, make_layer_plain, make_layer_private
+from weightclip.factors import Collector, Entry, Limits, make_layer_plain, make_layer_private
 from weightclip.factors._limits import BOUND
 
 if TYPE_CHECKING:
-    from weightclip.engine import PrivacyEngine
+    from weightclip._step import Training
 
 
-def with_room(engine: PrivacyEngine, slack: list[float]) -> tuple[list[float], list[float]]:
+def with_room(plan: Plan | OpenPlan, slack: list[float]) -> tuple[list[float], list[float]]:
     """Slack of every layer with room for the rounding of its limit, and the limit's share of the sensitivity.
 
     A cap is enforced as it stands. A certified bound gets the room twice: the limit lies above the bound by as much
     as norms may round, so that where the certificate is true no record is ever scaled.
     """
-    found = []
-    for path, s in zip(engine.plan.layers, slack, strict=True):
-        capped = engine.bounds.of("layer_cap", path) is not None or engine.bounds.of("joint_cap", path) is not None
-        room = engine.plan.room(path)
+    found, of = [], plan.bounds.of
+    for path, s in zip(plan.layers, slack, strict=True):
+        capped = of("layer_cap", path) is not None or of("joint_cap", path) is not None
+        room = plan.room(path)
         found.append((s * room if capped else s * room**2, 1 / (s * room)))
     return [s for s, _ in found], [share for _, share in found]
 
 
-def product_of(engine: PrivacyEngine, module: nn.Module, path: str) -> Product:
-    """How the products of one layer are formed."""
-    return engine.bounds.product.resolve(module.get_submodule(path), engine.device)
-
-
-def install(engine: PrivacyEngine) -> None:
+def install(t: Training) -> None:
     """Turn the layers private, put the doors on the model, and hook the optimiser."""
-    assert engine.model is not None
-    blocks, of = engine._release.blocks, engine.bounds.of
-    places = {id(block.parameter): i for i, block in enumerate(blocks)}
-    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    engine._names = [names[id(block.parameter)] for block in blocks]
-    engine._collector = Collector(engine._release.add, engine.bounds.caps_of(""), engine._drop_sum)
-    engine._handles = []
-    for path in engine.plan.layers:
-        layers, cap, joint = engine.plan.holders(path), of("layer_cap", path), of("joint_cap", path)
-        bound = joint is None and (cap is None or engine._release.knorm is not None)  # that one's norm is entrywise
+    bounds, device, optimizer = t.engine.bounds, t.engine.device, t.engine.optimizer
+    of, places = bounds.of, {id(parameter): i for i, parameter in enumerate(t.release.parameters)}
+    t.collector = Collector(t.release.add, bounds.caps_of(""), t.drop)
+    for path in t.plan.layers:
+        layers, cap, joint = t.plan.holders(path), of("layer_cap", path), of("joint_cap", path)
+        bound = joint is None and (cap is None or t.release.knorm is not None)  # that one's norm is entrywise
         for layer in layers:
             make_layer_private(
                 layer, radius=of("layer_radius", path), cotangent=of("cotangent_radius", path),
-                cap=math.inf if bound else cap, beta=of("bias_scale", path) or 1.0, product=engine.products[path],
-                caps=engine.bounds.caps_of(path), bound=bound, shared=len(layers) > 1,
+                cap=math.inf if bound else cap, beta=of("bias_scale", path) or 1.0, product=t.products[path],
+                caps=bounds.caps_of(path), bound=bound, shared=len(layers) > 1,
             )  # fmt: skip
-        measure = engine.plan.measure(path, engine._release.knorm) if bound else None
-        engine._collector.enter(Entry.of(layers[0], places, 1, joint, measure, layers[1:]))
-    engine._entrance = Entrance(engine._call, fixed=engine.plan.graph is not None)
-    engine._gate = OutputGate(engine, engine.device, engine._entrance)
-    engine._randomness = ForwardRandomness(engine.device, functools.partial(_forward_key, engine), engine._model_draws)
-    before, after = engine._randomness.hooks()
+        measure = t.plan.measure(path, t.release.knorm) if bound else None
+        t.collector.enter(Entry.of(layers[0], places, 1, joint, measure, layers[1:]))
+    t.entrance = Entrance(t.call, fixed=t.plan.graph is not None)
+    t.gate = OutputGate(t, device, t.entrance)
+    t.randomness = ForwardRandomness(device, functools.partial(_forward_key, t), t.draws)
+    before, after = t.randomness.hooks()
     # ahead of the hooks that users have, which may draw too; moved only where it must be (torch 2.10 compiles no other)
-    behind = bool(forward_hooks(engine.model))
-    engine._handles = [engine.model.register_forward_pre_hook(before, prepend=behind)]
-    projections = {"": math.inf, **engine.bounds.projections()}
-    detach = engine.bounds.p != 2  # an l2 projection expands other norms unless its scale is a constant
+    behind = bool(forward_hooks(t.model))
+    t.handles = [t.model.register_forward_pre_hook(before, prepend=behind)]
+    projections = {"": math.inf, **bounds.projections()}
+    detach = bounds.p != 2  # an l2 projection expands other norms unless its scale is a constant
     for path, radius in projections.items():
-        part = engine.model.get_submodule(path)
-        engine._handles.append(part.register_forward_pre_hook(InputProjection(radius, detach), with_kwargs=True))
-    buffers = BufferGuard(engine.model)
-    engine._handles.append(engine.model.register_forward_pre_hook(engine._entrance, with_kwargs=True))
-    engine._handles.append(engine.model.register_forward_pre_hook(buffers.before))
-    engine._handles.append(engine.model.register_forward_hook(buffers.after))
-    engine._handles.append(engine.model.register_forward_hook(engine._gate))
-    engine._handles.append(engine.model.register_forward_hook(after, always_call=True))
-    if engine.plan.graph is None:
-        engine._collector.passes.prepare = functools.partial(_prepare, weakref.ref(engine))
-        engine._handles += engine._collector.watch(engine.model)
-    engine._trained = set(places)
-    for block in blocks:
-        block.parameter.grad = None
-        engine._handles.append(block.parameter.register_post_accumulate_grad_hook(engine._drop))
-    engine._handles.append(engine.optimizer.register_step_pre_hook(engine._before_step))
-    engine._handles.append(engine.optimizer.register_step_post_hook(engine._after_step))
-    engine._amp_before = engine.optimizer.__dict__.get("_step_supports_amp_scaling")
-    engine.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a GradScaler reaches us
+        part = t.model.get_submodule(path)
+        t.handles.append(part.register_forward_pre_hook(InputProjection(radius, detach), with_kwargs=True))
+    t.handles.append(t.model.register_forward_pre_hook(t.entrance, with_kwargs=True))
+    buffers = BufferGuard(t.model)
+    if buffers.buffers:
+        t.handles.append(t.model.register_forward_pre_hook(buffers.before))
+        t.handles.append(t.model.register_forward_hook(buffers.after))
+    t.handles.append(t.model.register_forward_hook(t.gate))
+    t.handles.append(t.model.register_forward_hook(after, always_call=True))
+    if t.plan.graph is None:
+        t.collector.passes.prepare = functools.partial(_prepare, weakref.ref(t))
+        t.handles += t.collector.watch(t.model)
+    for parameter in t.release.parameters:
+        parameter.grad = None
+        t.handles.append(parameter.register_post_accumulate_grad_hook(t.refuse_term))
+    t.handles.append(optimizer.register_step_pre_hook(t.before_step))
+    t.handles.append(optimizer.register_step_post_hook(t.after_step))
+    t.amp_before = optimizer.__dict__.get("_step_supports_amp_scaling")
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a GradScaler reaches us
 
 
-@dataclass(frozen=True)
-class Tested:
-    """What the test of independence has established for records of one public shape, in one choice of modes.
-
-    Attributes:
-        outputs: Which of the tensors that the model returns have a row for each record.
-        shape: Of one record of the first such output.
-    """
-
-    outputs: frozenset[int]
-    shape: tuple[int, ...] = ()
-
-
-def _prepare(owner: weakref.ref[PrivacyEngine], module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _prepare(owner: weakref.ref[Training], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Before a pass under gradients: records of its public shape must have passed the test; its signature.
 
     The forward pass itself goes by what the test has found: whose rows are whose, and what every record has a copy of.
     """
-    engine = owner()
-    if engine is None:
+    t = owner()
+    if t is None:
         return None
-    key = signature_of(args, kwargs), engine._watch.modes()
-    if key not in engine._tested:
-        engine._entrance(module, args, kwargs)
-        engine._tested[key] = test_records(engine, *key)
-        engine._grown = True
+    key = signature_of(args, kwargs), t.watch.modes()
+    if key not in t.tested:
+        t.entrance(module, args, kwargs)
+        t.tested[key], t.grown = t.test(*key), True
     return key
 
 
-def test_records(engine: PrivacyEngine, signature: Signature, modes: tuple[bool, ...], size: int = 1) -> Tested | None:
+def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], size: int = 1) -> Tested | None:
     """One record must not change another's products, on random public records of this shape; None: it could not run.
 
     A plan without a graph learns from it which layers are used, how often, and on how much of a record.
     """
-    model, call = engine.model, engine._entrance.call(signature)
-    assert model is not None
+    model, call = t.model, t.entrance.call(signature)
 
     @contextlib.contextmanager
     def uncut(masks: int) -> Iterator[None]:  # the model's output with its graph behind it, and masks held fixed
-        owner, engine._gate.engine = engine._gate.engine, None
-        engine._randomness.next_batch(masks)
+        owner, t.gate.owner = t.gate.owner, None
+        t.randomness.next_batch(masks)
         try:
             yield
         finally:
-            engine._gate.engine = owner
+            t.gate.owner = owner
 
-    again = engine._randomness.scope if engine._randomness.draws else contextlib.nullcontext
-    passes = engine._collector.passes
-    probe, calls = Probe(model, engine._collector, uncut, again), engine._randomness.calls
+    again = t.randomness.scope if t.draws else contextlib.nullcontext
+    probe, calls, passes = Probe(model, t.collector, uncut, again), t.randomness.calls, t.collector.passes
 
     def find_rows() -> None:
         try:
@@ -162,90 +138,88 @@ def test_records(engine: PrivacyEngine, signature: Signature, modes: tuple[bool,
     try:
         with in_modes(model, modes), passes.testing((signature, modes)):
             refuse_mixing(model)
-            if isinstance(engine.plan, OpenPlan):
+            if isinstance(t.plan, OpenPlan):
                 find_rows()
             facts = check_independence(probe, call, size)
     finally:
-        engine._randomness.next_batch(calls)
+        t.randomness.next_batch(calls)
     if facts is None:
-        if engine.plan.graph is None:
+        if t.plan.graph is None:
             raise ContractError(
                 "the model could not be run on random records, so that its independence cannot be tested: "
                 f"{probe.failure}. Pass example= if its inputs are not found in a batch as they should be."
             ) from probe.failure
         return None
-    if isinstance(engine.plan, OpenPlan):
-        uses = [facts.uses.get(i, []) for i in range(len(engine._collector.entries))]
-        if engine.plan.learn(dict(zip(engine.plan.layers, uses, strict=True))) and engine._tested:
-            size_up(engine)
+    if isinstance(t.plan, OpenPlan):
+        uses = [facts.uses.get(i, []) for i in range(len(t.collector.entries))]
+        if t.plan.learn(dict(zip(t.plan.layers, uses, strict=True))) and t.tested:
+            size_up(t)
     outputs = [i for i, sketch in enumerate(facts.outputs) if sketch is not None]
     return Tested(frozenset(outputs), facts.shapes[outputs[0]])
 
 
-def refuse_unused(engine: PrivacyEngine) -> None:
+def refuse_unused(t: Training) -> None:
     """A trainable layer that no pass uses would get nothing but noise."""
-    unused = engine.plan.unused() if isinstance(engine.plan, OpenPlan) else []
-    if unused and not engine._model_draws:  # a model that draws may have left the layer out by chance
+    unused = t.plan.unused() if isinstance(t.plan, OpenPlan) else []
+    if unused and not t.draws:  # a model that draws may have left the layer out by chance
         raise CertificationError(
             f"layer '{unused[0]}' is trainable but the model does not use it: it would get nothing but noise. "
             "Fix: freeze it (requires_grad_(False))."
         )
 
 
-def output_shape(engine: PrivacyEngine, tested: Tested | None) -> tuple[int, ...]:
+def output_shape(t: Training, tested: Tested | None) -> tuple[int, ...]:
     """Of one record of the model's output."""
-    graph = engine.plan.graph
+    graph = t.plan.graph
     if graph is not None:
         return graph.nodes[graph.output].op.out_shape
     return () if tested is None else tested.shape
 
 
-def size_up(engine: PrivacyEngine) -> None:
+def size_up(t: Training) -> None:
     """Room for rounding, and limits, from what is known of every layer's uses."""
-    plan = engine.plan
+    plan = t.plan
     counts = [len(plan.uses(path)) for path in plan.layers]
-    entries = engine._collector.entries
-    if engine._quantiles is not None and counts != [entry.uses for entry in entries]:
+    entries = t.collector.entries
+    if t.quantiles is not None and counts != [entry.uses for entry in entries]:
         raise ContractError("layers are used a different number of times than before: adaptive limits refuse.")
     for entry, count in zip(entries, counts, strict=True):
         entry.uses = count
-    physical = engine.loader.piece_size
-    slack = sum_slack(plan, engine.products, engine.b_max, physical, engine.views)
-    engine._release.slack, engine._shares = with_room(engine, slack)
-    engine._constants.clear()
-    if engine.bounds.adaptive is not None and engine._quantiles is None:
-        _adapt(engine, engine.bounds.adaptive)
-    moving = [e.joint is None and (bool(e.layer._wc_flags & BOUND) or engine._quantiles is None) for e in entries]
-    engine._limits = Limits([entry.layer for entry in entries], moving, engine._shares)
+    physical = t.engine.loader.piece_size
+    slack = sum_slack(plan, t.products, t.engine.b_max, physical, t.engine.views)
+    t.release.slack, shares = with_room(plan, slack)
+    t.sensitivity.forget()
+    if t.engine.bounds.adaptive is not None and t.quantiles is None:
+        _adapt(t, t.engine.bounds.adaptive)
+    moving = [e.joint is None and (bool(e.layer._wc_flags & BOUND) or t.quantiles is None) for e in entries]
+    t.limits = Limits([entry.layer for entry in entries], moving, shares)
 
 
-def _forward_key(engine: PrivacyEngine, call: int) -> bytes:
+def _forward_key(t: Training, call: int) -> bytes:
     """The secret key of what the model draws in its ``call``-th pass over the present piece."""
-    return engine.streams.key(FORWARD, engine.steps, -1 if engine._info is None else engine._info.piece, call)
+    return t.engine.streams.key(FORWARD, t.engine.steps, -1 if t.info is None else t.info.piece, call)
 
 
-def _adapt(engine: PrivacyEngine, settings: Adaptive) -> None:
+def _adapt(t: Training, settings: Adaptive) -> None:
     """Limits follow private quantiles; their queries take a part of the step's noise budget."""
-    assert engine.model is not None
-    layers = {path: (engine.model.get_submodule(path), len(engine.plan.uses(path))) for path in engine.plan.layers}
-    engine._quantiles = engine.plan.quantiles = Quantiles(
-        settings, layers, engine.views, engine.expected_batch_size, engine.noise_multiplier
+    layers = {path: (t.model.get_submodule(path), len(t.plan.uses(path))) for path in t.plan.layers}
+    t.quantiles = t.plan.quantiles = Quantiles(
+        settings, layers, t.engine.views, t.engine.expected_batch_size, t.engine.noise_multiplier
     )
-    engine._release.sigma = engine._quantiles.gradient_sigma
+    t.release.sigma = t.quantiles.gradient_sigma
 
 
-def uninstall(engine: PrivacyEngine) -> None:
+def uninstall(t: Training) -> None:
     """Undo :func:`install`: hooks removed, layers native, weights as they are."""
-    assert engine.model is not None
-    for handle in engine._handles:
+    for handle in t.handles:
         handle.remove()
-    engine._handles = []
-    engine._drop_sum()
-    engine._info = None
-    for module in engine.model.modules():
+    t.handles.clear()
+    t.drop()
+    t.info = None
+    for module in t.model.modules():
         make_layer_plain(module)
         module.__dict__.pop("_wc_dft", None)
-    if engine._amp_before is None:
-        del engine.optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+    if t.amp_before is None:
+        t.engine.optimizer.__dict__.pop("_step_supports_amp_scaling", None)
     else:
-        engine.optimizer._step_supports_amp_scaling = engine._amp_before  # type: ignore[attr-defined]
+        t.engine.optimizer._step_supports_amp_scaling = t.amp_before  # type: ignore[attr-defined]

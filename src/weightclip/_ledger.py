@@ -1,4 +1,4 @@
-"""The ledger of an engine: every release is counted in a file, durably, before it happens."""
+"""The ledger of an engine: every release is counted in a file, durably, before it happens (SOUNDNESS Theorem 31)."""
 
 from __future__ import annotations
 

@@ -40,8 +40,9 @@ class Release:
         With sensitivities Delta_k (rounding slack included) and scales s_k from the allocation,
         sum_k Delta_k^2/s_k^2 = 1/sigma^2: all layers jointly are one Gaussian mechanism of multiplier sigma under
         adding or removing one record. The divisor is the public expected batch size. With M views of each record
-        Delta_k bounds each *unscaled* view, so their sum moves by at most M Delta_k: noise M s_k, divisor M b. With a
-        K-norm mechanism Delta_k bounds entrywise norms, and one draw is 1/sigma-DP. A grid rounds what is released.
+        Delta_k bounds each *unscaled* view, so their sum moves by at most M Delta_k: noise M s_k, divisor M b
+        (SOUNDNESS Theorem 18). With a K-norm mechanism Delta_k bounds entrywise norms, and one draw is 1/sigma-DP. A
+        grid rounds what is released.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class Release:
         self.noise_dtype = torch.float64 if wide else torch.float32
         self.sums: list[Tensor | None] = [None] * len(self.blocks)
 
-    def _views(self, flat: Tensor) -> list[Tensor]:
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part of what lies in one piece."""
         return split_like(flat, self.parameters)
 
     def finite(self) -> Tensor | bool:
@@ -180,7 +182,7 @@ class Release:
     ) -> tuple[Tensor, list[Tensor]]:
         """The noise of one step's sum: all parameters in one piece, and each one's part of it; zeros without noise."""
         noise = torch.empty(sum(self.sizes), dtype=self.noise_dtype, device=self.device)
-        views = self._views(noise)
+        views = self.split(noise)
         if self.sigma > 0:
             self._draw(noise, views, sensitivities, streams, step, factors)
         else:

@@ -49,7 +49,7 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
     """See :meth:`weightclip.PrivacyEngine.report`."""
     certificate = engine.certificate()
     values = torch.tensor([r.sensitivity for r in certificate.rows], dtype=torch.float64)
-    scales = engine._release.scales(values)
+    scales = engine.training.release.scales(values)
     delta = delta if delta is not None else getattr(engine, "target_delta", None)
     epsilon = engine.get_epsilon(delta) if delta is not None else None
     return {
@@ -62,9 +62,9 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
             "expected_batch_size": engine.expected_batch_size,
             "physical_batches_per_draw": engine.loader.pieces, "steps": engine.steps, "budget_steps": engine.budget,
             "largest_batch_for_rounding": engine.b_max, "norm_exponent": _number(float(engine.bounds.p)),
-            "allocation": repr(engine._release.allocation), "bounds": repr(engine.bounds),
+            "allocation": repr(engine.training.release.allocation), "bounds": repr(engine.bounds),
             "loss": repr(engine.criterion.loss), "loss_bound": _number(engine.plan.loss_bound),
-            "augmentation_multiplicity": engine.views, "release_grid": engine._release.grid,
+            "augmentation_multiplicity": engine.views, "release_grid": engine.training.release.grid,
         },
         "mechanisms": [
             {"kind": m.kind, "sigma": m.sigma, "epsilon0": m.epsilon0, "q": m.q, "steps": m.steps, "label": m.label,
@@ -80,10 +80,10 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
             for row, s in zip(certificate.rows, scales, strict=True)
         ],
         "joint_multiplier": _joint_multiplier(engine, values),
-        "adaptive": None if engine._quantiles is None else engine._quantiles.report(),
-        "joint_cap": any(t is not None for t in engine._release.joint),
+        "adaptive": None if engine.training.quantiles is None else engine.training.quantiles.report(),
+        "joint_cap": any(t is not None for t in engine.training.release.joint),
         "secure_noise": engine.streams.is_secure,
-        "ledger": None if engine._ledger is None else engine._ledger.state(),
+        "ledger": None if engine.ledger is None else engine.ledger.state(),
         "secure": engine.streams.is_secure,
         "strict": engine.loader.strict,
         "independence": _independence(engine),
@@ -93,7 +93,7 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
 
 def _independence(engine: PrivacyEngine) -> str:
     """How it is known that records do not influence each other's products."""
-    tested = any(found is not None for found in engine._tested.values())
+    tested = any(found is not None for found in engine.training.tested.values())
     if engine.plan.graph is None:
         return "tested"
     return "tested, and traced" if tested else "traced"
@@ -111,19 +111,19 @@ def public_constants(engine: PrivacyEngine) -> dict[str, Any]:
 def _uncovered(engine: PrivacyEngine) -> list[str]:
     """What this run does not cover beside what no run does."""
     covered = {PLACE: engine.loader.strict, SEEDED: engine.streams.is_secure, ROUNDING: engine.bounds.product.covered,
-               UNCOUNTED: not engine._uncounted, LEDGER: engine._ledger is None}  # fmt: skip
+               UNCOUNTED: not engine.uncounted, LEDGER: engine.ledger is None}  # fmt: skip
     return [line for line, is_covered in covered.items() if not is_covered]
 
 
 def _joint_multiplier(engine: PrivacyEngine, values: torch.Tensor) -> float | None:
     """Of everything a step releases: gradients of all layers, and quantiles. None for a mechanism that has none."""
-    if engine._release.knorm is not None:
+    if engine.training.release.knorm is not None:
         return None
     if engine.noise_multiplier == 0:
         return 0.0
-    parts = [engine._release.multiplier(values)]
-    if engine._quantiles is not None:
-        parts += [2 * engine._quantiles.sigma_b] * len(engine._quantiles.queries)
+    parts = [engine.training.release.multiplier(values)]
+    if engine.training.quantiles is not None:
+        parts += [2 * engine.training.quantiles.sigma_b] * len(engine.training.quantiles.queries)
     return combine(parts)
 
 

@@ -15,7 +15,7 @@ from weightclip.errors import ContractError, WeightclipError
 
 
 def check_model(model: nn.Module) -> torch.device:
-    """Trainable, finite, float32 or float64, on one device, not distributed; returns the device."""
+    """Trainable, finite, float32 or float64, on one device, not distributed (SOUNDNESS 11); returns the device."""
     if not isinstance(model, nn.Module):
         raise WeightclipError(f"module must be a torch.nn.Module, got {type(model).__name__}.")
     for part in model.modules():

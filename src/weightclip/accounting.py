@@ -47,9 +47,9 @@ def epsilon(
         Epsilon; 0.0 when nothing was released, inf when something was released without noise.
 
     Formal guarantees:
-        The composition is (epsilon, delta)-DP for the adjacency, if each step draws every record independently with
-        probability q and adaptive choices depend on released values alone. PLD rounds privacy losses up, and gives
-        away a part of delta that covers the rounding of its Fourier transforms.
+        The composition is (epsilon, delta)-DP for the adjacency (SOUNDNESS Theorem 2), if each step draws every record
+        independently with probability q and adaptive choices depend on released values alone. PLD rounds privacy losses
+        up, and gives away a part of delta that covers the rounding of its Fourier transforms.
     """
     return _epsilon(_c.normalise(mechanisms), _check_delta(delta), _check_accountant(accountant), Adjacency(adjacency))
 
@@ -199,7 +199,7 @@ def search_cost(
     runs: PoissonRuns | NegativeBinomialRuns,
     adjacency: Adjacency | str = Adjacency.ADD_OR_REMOVE_ONE,
 ) -> float:
-    """Epsilon of a hyper-parameter search that releases its best run only (Papernot and Steinke 2022).
+    """Epsilon of a hyper-parameter search that releases its best run only (SOUNDNESS Theorem 4).
 
     Args:
         mechanisms: What *one* run releases, its score on private data included; the same bound for every candidate.

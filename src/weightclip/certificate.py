@@ -1,4 +1,4 @@
-"""The certificate: norms forward, Lipschitz constants backward, one sensitivity per layer."""
+"""The certificate: norms forward, Lipschitz constants backward, one sensitivity per layer (SOUNDNESS Theorem 5)."""
 
 from __future__ import annotations
 

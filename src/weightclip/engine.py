@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from typing import Any
@@ -17,17 +18,16 @@ from weightclip._digest import settings_digest
 from weightclip._draws import TAIL
 from weightclip._example import call_of
 from weightclip._fused_step import FusedStep
-from weightclip._gains import Gains, WeightClipper, numerics_for
+from weightclip._gains import numerics_for
 from weightclip._gate import OutputGate
-from weightclip._install import install, output_shape, product_of, refuse_unused, size_up, test_records, uninstall
+from weightclip._install import install, output_shape, refuse_unused, size_up, test_records, uninstall
 from weightclip._knorm import Entrywise, KNorm, calibrate_epsilon0
 from weightclip._ledger import Ledger
-from weightclip._loop import TrainingLoop
 from weightclip._open import OpenPlan
 from weightclip._projection import InputProjection
 from weightclip._randomness import model_draws
-from weightclip._record import Recorder
 from weightclip._release import Release
+from weightclip._step import Training
 from weightclip._streams import Streams
 from weightclip._torch import forward_hooks
 from weightclip._validate import (
@@ -40,17 +40,16 @@ from weightclip._validate import (
     check_scale,
     check_views,
 )
-from weightclip._watch import Watch
 from weightclip.accounting import Adjacency, Mechanism, calibrate_sigma, epsilon
-from weightclip.certificate import Certificate, build_plan
+from weightclip.certificate import Certificate, Plan, build_plan
 from weightclip.config import Bounds
-from weightclip.errors import ContractError, WeightclipError
+from weightclip.errors import BudgetSpent, ContractError, WeightclipError
 from weightclip.losses import recognise
 from weightclip.mechanisms import Allocation, Equal
 from weightclip.sampling import PoissonLoader
 
 
-class PrivacyEngine(TrainingLoop):
+class PrivacyEngine:
     """Trains a model with differential privacy, at the speed and memory of ordinary training.
 
     Args:
@@ -76,6 +75,10 @@ class PrivacyEngine(TrainingLoop):
         self._ledger = None if ledger is None else Ledger(ledger, ledger_block)
         self.steps = 0 if self._ledger is None else self._ledger.charges  # also those of abandoned or killed runs
         self.budget: int | None = None
+        self.views, self.loss_scale, self.b_max = 1, 1.0, 0
+        self.resumed = 0  # how often a checkpoint was loaded
+        self.uncounted = False  # whether releases after the checkpoint that was loaded are known to nobody
+        self._training: Training | None = None
 
     # -- putting the pieces on -------------------------------------------------------------------------------------
 
@@ -147,63 +150,61 @@ class PrivacyEngine(TrainingLoop):
         batch = getattr(data_loader, "batch_size", None) if expected_batch_size is None else expected_batch_size
         self.noise_multiplier, self.expected_batch_size = check_numbers(noise_multiplier, 1 if batch is None else batch)
         self.loader = PoissonLoader(
-            data_loader, sample_rate=sample_rate, streams=self.streams, steps_left=self._steps_left,
+            data_loader, sample_rate=sample_rate, streams=self.streams, steps_left=self.steps_left,
             expected_batch_size=self.expected_batch_size, max_physical_batch_size=max_physical_batch_size,
-            strict=strict, number=lambda: self.steps, on_batch=self._on_batch,
+            strict=strict, number=lambda: self.steps, on_batch=lambda info: self.training.hand_out(info),
         )  # fmt: skip
         self.adjacency = check_accounting(self.accountant, adjacency, self.loader.sample_rate)
-        self.views = check_views(augmentation_multiplicity)
+        self.views, self.b_max = check_views(augmentation_multiplicity), self.loader.b_max
         self.loss_scale = check_scale(loss_scale)
         if self.bounds.adaptive is not None and (mechanism is not None or self.bounds.joint_cap is not None):
             raise WeightclipError(
                 "Bounds.adaptive follows layer radii and caps under Gaussian noise: drop joint_cap and mechanism."
             )
         loss = recognise(criterion, limited=self.bounds.limits_all())
-        self._call = call_of(module, data_loader, example, self.device)
+        call = call_of(module, data_loader, example, self.device)
         is_open = self.bounds.is_open() and mechanism is None
-        self.plan = OpenPlan(module, self.bounds) if is_open else build_plan(module, loss, self.bounds, self._call.args)
-        self._model_draws = model_draws(module, self._call.random(2, 0))
-        self._recorder, self._constants = Recorder(self.device), {}
-        self._gains = Gains(self.plan, self.bounds, self._recorder)
-        self._clip = WeightClipper(module, self.bounds, list(self.plan.layers), self._gains)
-        self.products = {path: product_of(self, module, path) for path in self.plan.layers}
-        self.b_max = self.loader.b_max
-        self._entrywise = None if mechanism is None else Entrywise(loss, mechanism.p)
-        self._autocast = None
-        self._release = Release(
-            self.plan, allocation or Equal(), self.noise_multiplier, self.expected_batch_size,
-            [1.0] * len(self.plan.layers), in_pieces=max_physical_batch_size is not None, views=self.views,
-            grid=check_grid(release_grid), knorm=mechanism,
+        plan = OpenPlan(module, self.bounds) if is_open else build_plan(module, loss, self.bounds, call.positional())
+        release = Release(
+            plan, allocation or Equal(), self.noise_multiplier, self.expected_batch_size, [1.0] * len(plan.layers),
+            in_pieces=max_physical_batch_size is not None, views=self.views, grid=check_grid(release_grid),
+            knorm=mechanism,
         )  # fmt: skip
-        self.model, self.optimizer, self.criterion = module, optimizer, PrivateCriterion(criterion, loss, self)
-        self._reset_batch()
-        self._info = None
-        self._watch, self._tested = Watch(module), {}
+        products = {path: self.bounds.product.resolve(module.get_submodule(path), self.device) for path in plan.layers}
+        entrywise = None if mechanism is None else Entrywise(loss, mechanism.p)
+        draws = model_draws(module, call.random(2, 0))
+        training = Training(self, module, plan, call, release, products, entrywise, draws)
+        self.optimizer, self.criterion = optimizer, PrivateCriterion(criterion, loss, self)
         try:
-            install(self)
-            size = min(math.ceil(self.expected_batch_size), max_physical_batch_size or 2**31)
-            first = self._entrance.first, self._watch.modes()
-            tested = test_records(self, *first, size)
-            refuse_unused(self)
-            self.output_shape = output_shape(self, tested)
-            check_labels(data_loader.dataset, self.output_shape, loss)
-            size_up(self)
-            self._tested[first] = tested
-            self._release.scales(self._release.sensitivities(self._evaluate()))  # refuses before anything is released
+            self._start(training, data_loader.dataset, max_physical_batch_size)
         except BaseException:
-            uninstall(self)
-            self.model = None
+            uninstall(training)
+            self._training = None
             raise
-        if self._ledger is not None:
-            self._ledger.begin(self._mechanism(1), self.adjacency, TAIL, _report.public_constants(self))
-        self._clip()
-        self._sensitivities, self._factors = self._release.sensitivities(self._evaluate()), None
-        self._set_limits()
-        self._plans, self._loss_bounds = {self._watch.modes(): self.plan}, {}
-        self._resumed, self._uncounted = 0, False
+        self.model = module
         if not self.streams.is_secure:
             self.streams = self.loader.streams = self.streams.settled(settings_digest(self))
         return module, optimizer, self.loader, self.criterion
+
+    def _start(self, training: Training, dataset: Any, physical: int | None) -> None:
+        """Put the run on its model; whatever is refused here is refused before anything was released."""
+        self._training = training
+        install(training)
+        training.test = functools.partial(test_records, training)
+        key = training.entrance.first, training.watch.modes()
+        tested = training.test(*key, size=min(math.ceil(self.expected_batch_size), physical or 2**31))
+        refuse_unused(training)
+        self.output_shape = output_shape(training, tested)
+        check_labels(dataset, self.output_shape, self.criterion.loss)
+        size_up(training)
+        training.tested[key] = tested
+        sensitivity, release = training.sensitivity, training.release
+        release.scales(release.sensitivities(sensitivity.evaluate()))
+        if self._ledger is not None:
+            self._ledger.begin(self._mechanism(1), self.adjacency, TAIL, _report.public_constants(self))
+        training.clip()
+        sensitivity.values = release.sensitivities(sensitivity.evaluate())
+        sensitivity.set_limits()
 
     def make_private_with_epsilon(
         self, *, target_epsilon: float, target_delta: float, epochs: float, data_loader: DataLoader, **settings: Any
@@ -245,15 +246,50 @@ class PrivacyEngine(TrainingLoop):
         """
         if self._ledger is not None:
             self._ledger.close()
-        if self.model is None or not self._handles:
+        if self.model is None or not self.training.handles:
             raise ContractError("this engine has no private model: call make_private first.")
-        uninstall(self)
+        uninstall(self.training)
         for path, radius in self.bounds.projections().items() if keep_projection else ():
             part = self.model.get_submodule(path)
             part.register_forward_pre_hook(InputProjection(radius, self.bounds.p != 2), with_kwargs=True)
         return self.model
 
+    @property
+    def training(self) -> Training:
+        """The parts of the run, for those who check it (audits, reports): read them, change nothing."""
+        if self._training is None:
+            raise ContractError("this engine has no model yet: call make_private first.")
+        return self._training
+
+    @property
+    def plan(self) -> Plan | OpenPlan:
+        """The layers and what limits them."""
+        return self.training.plan
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The file that counts the releases, if there is one."""
+        return self._ledger
+
     # -- what was spent ---------------------------------------------------------------------------------------------
+
+    def steps_left(self) -> int | None:
+        """Releases that the budget still allows; None without one."""
+        return None if self.budget is None else max(0, self.budget - self.steps)
+
+    def refuse_overspending(self) -> None:
+        """Raise where the budget allows no further release."""
+        if self.steps_left() == 0:
+            raise BudgetSpent("the privacy budget is spent: no further step may be released.")
+
+    def charge(self) -> int:
+        """Count one release, before it is made; its number.
+
+        With a ledger the count is on the disk when this returns; its number is one no run on the ledger ever had.
+        """
+        step = self.steps if self._ledger is None else self._ledger.charge(self.steps_left())
+        self.steps = step + 1
+        return step
 
     def mechanisms(self) -> list[Mechanism]:
         """What was released so far, as the accountant sees it; with a ledger, by all its runs."""
@@ -264,8 +300,9 @@ class PrivacyEngine(TrainingLoop):
     def _mechanism(self, steps: int) -> Mechanism:
         """``steps`` releases of this engine."""
         q, sigma = self.loader.sample_rate, self.noise_multiplier
-        if self._release.knorm is not None and sigma > 0:
-            label = f"noisy gradients ({self._release.knorm})"
+        knorm = self.training.release.knorm
+        if knorm is not None and sigma > 0:
+            label = f"noisy gradients ({knorm})"
             return Mechanism("pure", None, q, steps, 1 / sigma, label=label)
         label = "noisy gradients" if self.bounds.adaptive is None else "noisy gradients and quantiles"
         return Mechanism("gaussian", sigma=sigma, q=q, steps=steps, label=label)
@@ -281,12 +318,13 @@ class PrivacyEngine(TrainingLoop):
         """The certificate at the present weights; its sensitivities carry the noise of the next step."""
         if self.model is None:
             raise ContractError("this engine has no model yet: call make_private first.")
-        evaluations = self._evaluate()
+        sensitivity = self.training.sensitivity
+        evaluations = sensitivity.evaluate()
         if self.plan.graph is not None and not self.plan.needs_gains:  # shown all the same
-            shown = self.plan.evaluate(numerics_for(self.device, self._autocast))
+            shown = self.plan.evaluate(numerics_for(self.device, sensitivity.autocast))
             for path, evaluation in evaluations.items():
                 evaluation.gain = shown[path].gain
-        return _report.as_released(self.plan.certificate(evaluations), self._release)
+        return _report.as_released(self.plan.certificate(evaluations), self.training.release)
 
     def report(self, delta: float | None = None) -> dict[str, Any]:
         """A JSON-ready privacy statement: adjacency, constants, mechanisms, sensitivities, what is not covered."""
@@ -333,6 +371,7 @@ def engine_of(model: nn.Module) -> PrivacyEngine | None:
     """The engine that made a model (or the model inside a compiled one) private, if it is still there."""
     model = getattr(model, "_orig_mod", model)
     for hook in forward_hooks(model):
-        if isinstance(hook, OutputGate) and hook.engine is not None:
-            return hook.engine()
+        if isinstance(hook, OutputGate) and hook.owner is not None:
+            owner = hook.owner()
+            return None if owner is None else owner.engine
     return None

@@ -26,7 +26,7 @@ _UP = 1.0 + 2.0**-22  # keeps a scale above its float64 value after it is rounde
 
 
 def floored(sensitivities: Tensor) -> Tensor:
-    """Sensitivities with a floor under them, so that a layer whose bound is 0 still gets noise (rule 6).
+    """Sensitivities with a floor under them, so that a layer whose bound is 0 still gets noise (SOUNDNESS 1.6).
 
     The floor is 1e-6 of the largest layer's (and at least 1e-12). Raising a bound keeps it a bound.
     """
@@ -174,7 +174,7 @@ def combine(sigmas: Iterable[float]) -> float:
 
 
 def quantile_adjusted_sigma(z: float, queries: int, sigma_b: float) -> float:
-    """The multiplier left for the gradients when a step also answers private quantile queries (section 4).
+    """The multiplier left for the gradients when a step also answers private quantiles (SOUNDNESS Theorem 17).
 
     Args:
         z: Multiplier of the whole step, the one that is accounted.
@@ -317,5 +317,5 @@ def round_release_(tensor: Tensor, grid: float) -> Tensor:
 
 
 def rounded_sensitivity(sensitivity: float, grid: float, dimension: int) -> float:
-    """l2 sensitivity of a sum that is rounded to a grid *before* the noise: Delta + grid sqrt(D) (section 6)."""
+    """l2 sensitivity of a sum that is rounded to a grid *before* the noise: Delta + grid sqrt(D) (SOUNDNESS 6)."""
     return sensitivity + grid * math.sqrt(dimension)

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -96,7 +97,7 @@ def sentences() -> Data:
     for name in ("train", "test"):
         with gzip.open(folder / f"{name}.tsv.gz", "rt") as file:
             rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-        found += [torch.tensor(hashed.transform([r["sentence"] for r in rows]).toarray(), dtype=torch.float32)]
+        found += [torch.tensor(cast(Any, hashed.transform([r["sentence"] for r in rows])).toarray()).float()]
         found += [torch.tensor([int(r["label"]) for r in rows])]
     return found[0], found[1], found[2], found[3]
 
@@ -136,7 +137,8 @@ def train(task: Task, data: Data, method: str, seed: int) -> tuple[float, float]
     if method == "Opacus":
         from opacus import PrivacyEngine
 
-        model, optimizer, loader = PrivacyEngine().make_private(
+        opacus: Any = PrivacyEngine()  # what it returns depends on its arguments
+        model, optimizer, loader = opacus.make_private(
             module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=sigma, max_grad_norm=1.0
         )[:3]
     else:

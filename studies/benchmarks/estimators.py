@@ -19,7 +19,7 @@ import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,15 +31,15 @@ from sklearn.metrics import roc_auc_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-from weightclip._fast_mlp import Budget, Logistic, Settings, Softmax, logits, train_many
 from weightclip._streams import Streams
 from weightclip._tabular import _defaults, _fit
 from weightclip._tabular._columns import Column, Schema
 from weightclip._tabular._encoder import Fitted
-from weightclip._tabular._fit import Plan, Preprocessing, PrivateScaling, PublicScaling
+from weightclip._tabular._plan import Plan, Preprocessing, PrivateScaling, PublicScaling
 from weightclip._tabular._table import Table, frame_columns, to_values
 from weightclip.estimators import LipDPClassifier
 from weightclip_studies import data
+from weightclip_studies.fast_mlp import Budget, Logistic, Settings, Softmax, logits, train_many
 
 ROOT = Path(__file__).parents[2]
 PAPER = {"adult": 0.414, "android": 1.273, "breast_cancer": 1.672, "default_credit": 1.442, "dropout": 1.326,
@@ -70,7 +70,7 @@ def bundled(name: str) -> Set:
     """One of the seven sets of the study."""
     table = data.load(name)
     frame = pd.DataFrame({c.name: table.values[c.name] for c in table.columns})
-    return Set(name, frame, np.array(table.target), Schema.of_study(table.schema))
+    return Set(name, frame, np.array(table.target), data.table_schema(table.schema))
 
 
 def others(folder: Path) -> Iterator[Set]:
@@ -157,7 +157,7 @@ def tuned(s: Set, epsilon: float, delta: float, seeds: int, kind: str, tries: in
     def run(split: int, noise_seed: int, how: Preprocessing, candidates: list[Settings]):
         fitted, X = encode(split, noise_seed, how)
         rows = s.split(split)[0]
-        radius = [c if kind == "dp-sgd" else replace(c, input_radius=fitted.encoder.radius) for c in candidates]
+        radius = [c if kind != "lip" else replace(c, input_radius=fitted.encoder.radius) for c in candidates]
         runs = train_many(X[rows], s.y[rows], radius, [noise_seed], objective=objective,
                           noise=Budget(epsilon, delta, extra=fitted.mechanisms))  # fmt: skip
         return X, runs
@@ -175,18 +175,20 @@ def tuned(s: Set, epsilon: float, delta: float, seeds: int, kind: str, tries: in
         cap = float(rng.choice([0.03, 0.1, 0.2, 0.5, 1.0]))
         if kind == "dp-sgd":  # what an Opacus user tunes
             return replace(base, averaging=0.0, final_lr=1.0, joint_cap=cap, input_radius=None)
+        if kind == "dp-sgd like ours":  # flat clipping, with averaging, decay and preprocessing as we have them
+            return replace(base, joint_cap=cap, input_radius=None)
         return replace(base, joint_cap=cap, temperature=float(rng.choice([0.1, 0.4, 1.0])),
                        bias_scale=float(rng.choice([0.1, 0.3, 0.8])))  # fmt: skip
 
     variants: list[Preprocessing] = [PublicScaling(1)]
-    if kind == "lip":
+    if kind != "dp-sgd":
         variants = [PrivateScaling(pieces=6), PrivateScaling(pieces=3), PrivateScaling(pieces=12)]
     trials: list[tuple[float, Preprocessing, Settings]] = []
     for how in variants:
         candidates = [settings() for _ in range(tries // len(variants))]
         if kind == "lip":
             width = encode(0, 0, how)[0].encoder.width
-            candidates.append(_defaults.settings(n, epsilon, width, objective.outputs, {}))
+            candidates.append(Settings(**asdict(_defaults.settings(n, epsilon, width, objective.outputs, {}))))
         trials += [(score, how, c) for score, c in zip(validated(0, how, candidates), candidates, strict=True)]
     finalists = sorted(trials, key=lambda t: -t[0])[:kept]
     means = [np.mean([validated(seed, how, [c])[0] for seed in (1, 2, 3)]) for _, how, c in finalists]
@@ -256,6 +258,7 @@ def jobs(s: Set, epsilon: float, delta: float, options: argparse.Namespace) -> d
         "LipDPClassifier (nothing public)": lambda: [ours(s, epsilon, delta, i, False) for i in seeds],
         "LipDPClassifier tuned": lambda: tuned(s, epsilon, delta, options.seeds, "lip"),
         "DP-SGD tuned": lambda: tuned(s, epsilon, delta, options.seeds, "dp-sgd"),
+        "DP-SGD tuned with our preprocessing": lambda: tuned(s, epsilon, delta, options.seeds, "dp-sgd like ours"),
         "logistic regression (not private)": lambda: [ceiling(s, i, "logistic") for i in seeds],
         "gradient boosting (not private)": lambda: [ceiling(s, i, "boosting") for i in seeds],
     }

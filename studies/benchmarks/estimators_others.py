@@ -16,12 +16,12 @@ warnings.simplefilter("ignore")
 
 def ebm(job, X, y, train, seed):
     """InterpretML's DP explainable boosting machine with its defaults; binning is paid for."""
-    from interpret.privacy import DPExplainableBoostingClassifier
+    from interpret.privacy import DPExplainableBoostingClassifier  # pyright: ignore[reportMissingImports]
 
     bounds, types = {}, []
     for c in job["columns"]:
-        if c["type"] == "categorical":
-            types.append("nominal")
+        if c["type"] == "categorical":  # public categories are free; "nominal" would pay to find them
+            types.append([str(v) for v in c["categories"]] if c.get("categories") else "nominal")
         else:
             types.append("continuous")
             bounds[c["name"]] = (float(c.get("low", 0)), float(c.get("high", 1)))
@@ -53,7 +53,7 @@ def scaled(job, X):
 
 def logistic(job, X, y, train, seed):
     """diffprivlib's logistic regression (objective perturbation)."""
-    from diffprivlib.models import LogisticRegression
+    from diffprivlib.models import LogisticRegression  # pyright: ignore[reportMissingImports]
 
     Z = scaled(job, X)
     norm = float(np.sqrt(sum(1 for _ in job["columns"])))
@@ -64,7 +64,7 @@ def logistic(job, X, y, train, seed):
 
 def bayes(job, X, y, train, seed):
     """diffprivlib's Gaussian naive Bayes."""
-    from diffprivlib.models import GaussianNB
+    from diffprivlib.models import GaussianNB  # pyright: ignore[reportMissingImports]
 
     Z = scaled(job, X)
     model = GaussianNB(epsilon=job["epsilon"], bounds=(0, 1), random_state=seed)
@@ -78,7 +78,9 @@ def main():
     y = frame.pop("(y)").to_numpy()
     for c in job["columns"]:
         if c["type"] == "categorical":
-            frame[c["name"]] = frame[c["name"]].astype(str)
+            text = frame[c["name"]].astype(str)  # values that are no public category count as missing, as with ours
+            listed = [str(v) for v in c.get("categories") or ()]
+            frame[c["name"]] = text.where(text.isin(listed), None).astype(object) if listed else text
     results = []
     for seed, (train, _, test) in enumerate(job["splits"]):
         start = time.perf_counter()

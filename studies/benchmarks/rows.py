@@ -47,7 +47,7 @@ def _peak() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", default="125000,500000,2000000")
     parser.add_argument("--columns", type=int, default=20)
     parser.add_argument("--others", action="store_true", help="HistGradientBoosting (not private) on the same table")

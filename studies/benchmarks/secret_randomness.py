@@ -97,7 +97,7 @@ def main() -> None:
     seconds = parser.parse_args().seconds
     bare = step_of(mlp, (32,), 256)
     for name in ("enter", "leave"):
-        setattr(bare.engine._randomness, name, lambda: None)  # type: ignore[attr-defined]
+        setattr(bare.engine.training.randomness, name, lambda: None)  # type: ignore[attr-defined]
     found: dict[str, Any] = {}
     found["mlp 256, us a step"] = medians({
         "generators left alone": bare, "as it is": step_of(mlp, (32,), 256),

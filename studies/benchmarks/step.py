@@ -8,7 +8,18 @@ from pathlib import Path
 
 import torch
 
-from weightclip_studies.bench import GRAPHED, MODES, StepRow, measure, models, plot, write_csv
+from weightclip_studies.bench import (
+    GRAPHED,
+    MODES,
+    PRECISIONS,
+    Setting,
+    StepRow,
+    measure,
+    models,
+    plot,
+    read_csv,
+    write_csv,
+)
 
 
 def main() -> None:
@@ -20,21 +31,26 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--seconds", type=float, default=2.0, help="per mode")
-    parser.add_argument("--tf32", action="store_true")
+    parser.add_argument("--precision", default="float32", choices=PRECISIONS, help="bf16: autocast")
+    parser.add_argument("--compile", action="store_true", help="torch.compile in every mode")
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--draws", action="store_true", help="batches of the sizes of Poisson draws")
+    parser.add_argument("--append", action="store_true", help="keep the rows of other settings that the file has")
     parser.add_argument("--out", type=Path, default=Path("results/bench/step.csv"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    setting = Setting(options.precision, options.compile, options.channels_last, options.draws)
     rows: list[StepRow] = []
     for name in options.models:
         for batch in options.batches:
             device = torch.device(options.device)
-            for row in measure(name, batch, options.modes, device, seconds=options.seconds, tf32=options.tf32):
+            for row in measure(name, batch, options.modes, device, seconds=options.seconds, setting=setting):
                 rows.append(row)
                 memory = "" if row.peak_gib is None else f"{row.peak_gib:.2f} GiB"
                 line = f"{row.model:9} {row.batch:6} {row.mode:13} {row.ms:9.3f} ms  x{row.ratio:5.2f}  {memory}"
                 print(f"{line}  +-{row.spread:.0%}", file=sys.stderr)
-            write_csv(rows, options.out)
-    plot(rows, options.out.with_suffix(".png"))
+            write_csv(rows, options.out, options.append)
+    plot(read_csv(options.out), options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

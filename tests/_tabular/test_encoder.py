@@ -8,6 +8,7 @@ import pytest
 
 from weightclip._streams import Streams
 from weightclip._tabular import Column, Encoder, Fitted, Table
+from weightclip._tabular._door import Door
 from weightclip._tabular._encoder import (
     Codes,
     Pieces,
@@ -41,7 +42,7 @@ PLAIN = {"center": [], "gain": 1.0, "radius": 1.0}
 
 
 def test_every_mechanism_is_listed_and_together_they_have_the_stated_multiplier():
-    fitted = fit_private(TABLE, 5.0, 6, Streams.seeded(0), N)
+    fitted = fit_private(TABLE, 5.0, 6, Door(Streams.seeded(0)), N)
     assert [m.label.split()[0] for m in fitted.mechanisms] == ["ranges", "categories", "quantiles"]
     assert all(m == Mechanism("gaussian", m.sigma, 1.0, 1, label=m.label) for m in fitted.mechanisms)
     assert combine(m.sigma for m in fitted.mechanisms if m.sigma is not None) == pytest.approx(5.0)
@@ -59,13 +60,13 @@ def test_nothing_is_read_without_noise_being_paid(monkeypatch):
             name,
             lambda *a, _o=original, _n=name, **k: asked.append((_n, a[3] if _n == "Forest" else a[2])) or _o(*a, **k),
         )
-    fitted = fit_private(TABLE, 5.0, 6, Streams.seeded(0), N)
+    fitted = fit_private(TABLE, 5.0, 6, Door(Streams.seeded(0)), N)
     assert sorted(s for _, s in asked) == pytest.approx(sorted(m.sigma for m in fitted.mechanisms))
 
 
 def test_public_columns_cost_nothing():
     public = Table((COLUMNS[2], COLUMNS[3]), VALUES[:, 2:4])
-    assert fit_private(public, 5.0, 6, Streams.seeded(0), N).mechanisms == ()
+    assert fit_private(public, 5.0, 6, Door(Streams.seeded(0)), N).mechanisms == ()
     for table, pieces in ((public, 4), (Table(COLUMNS[:1], VALUES[:, :1]), 4)):
         assert fit_public(table, pieces).mechanisms == ()
 
@@ -95,7 +96,7 @@ def test_unprotected_statistics_say_so():
 
 
 def test_rows_have_norm_at_most_one_and_depend_on_their_own_record():
-    fitted = fit_private(TABLE, 1.0, 6, Streams.seeded(0), N)
+    fitted = fit_private(TABLE, 1.0, 6, Door(Streams.seeded(0)), N)
     wild = np.concatenate([VALUES[:50], np.full((1, 5), np.nan), np.full((1, 5), np.inf), np.full((1, 5), -1e300)])
     features = fitted.encoder.transform(wild)
     assert features.shape == (53, fitted.encoder.width) and features.dtype == np.float32
@@ -122,9 +123,9 @@ def test_codes():
 
 def test_missing_values_get_a_feature_where_they_are_common():
     values = VALUES[:, :1].copy()
-    assert not fit_private(Table(COLUMNS[:1], values), 1.0, 4, Streams.seeded(0), N).encoder.parts[0].missing  # type: ignore
+    assert not fit_private(Table(COLUMNS[:1], values), 1.0, 4, Door(Streams.seeded(0)), N).encoder.parts[0].missing  # type: ignore
     values[: N // 3] = np.nan
-    part = fit_private(Table(COLUMNS[:1], values), 1.0, 4, Streams.seeded(0), N).encoder.parts[0]
+    part = fit_private(Table(COLUMNS[:1], values), 1.0, 4, Door(Streams.seeded(0)), N).encoder.parts[0]
     assert isinstance(part, Pieces) and part.missing and part.width == len(part.edges)
 
 
@@ -132,12 +133,14 @@ def test_missing_values_get_a_feature_where_they_are_common():
 @pytest.mark.parametrize("column", [Column("x", "numeric"), Column("x", "numeric", 0, 10)])
 def test_constant_and_empty_columns_work(fill, column):
     table = Table((column,), np.full((20, 1), fill))
-    for fitted in (fit_private(table, 2.0, 6, Streams.seeded(0), 20), fit_unprotected(table, 6)):
+    for fitted in (fit_private(table, 2.0, 6, Door(Streams.seeded(0)), 20), fit_unprotected(table, 6)):
         assert np.all(np.isfinite(fitted.encoder.transform(np.array([[fill], [3.0], [np.nan]]))))
 
 
 def test_json_round_trip():
-    encoder = center(fit_private(TABLE, 3.0, 6, Streams.seeded(0), N), TABLE, 3.0, Streams.seeded(0), N).encoder
+    encoder = center(
+        fit_private(TABLE, 3.0, 6, Door(Streams.seeded(0)), N), TABLE, 3.0, Door(Streams.seeded(0)), N
+    ).encoder
     again = Encoder.from_json(*(json.loads(json.dumps(j)) for j in (encoder.to_json(), encoder.shift_json())))
     assert again == encoder
     assert np.array_equal(again.transform(VALUES[:9]), encoder.transform(VALUES[:9]))
@@ -165,7 +168,7 @@ def test_expected_error_is_public_arithmetic():
 
 
 def test_centered_features_have_mean_zero_and_typical_norm_one():
-    fitted = center(fit_private(TABLE, 3.0, 6, Streams.seeded(0), N), TABLE, 3.0, Streams.seeded(0), N)
+    fitted = center(fit_private(TABLE, 3.0, 6, Door(Streams.seeded(0)), N), TABLE, 3.0, Door(Streams.seeded(0)), N)
     paid = fitted.mechanisms[-1]
     assert (paid.sigma, paid.q, paid.steps) == (3.0, 1.0, 1) and len(fitted.mechanisms) == 4
     features = fitted.encoder.transform(VALUES)
@@ -183,7 +186,7 @@ def test_one_record_moves_the_sums_by_no_more_than_the_noise_assumes(record, mon
     fitted = fit_public(Table(COLUMNS[:1], VALUES[:, :1]), 3)
     plain = Encoder(COLUMNS[:1] + COLUMNS[2:4], (*fitted.encoder.parts, Pieces((0.0, 1.0)), Codes((0, 1, 2))))
     for rows in (VALUES[1:40, [0, 2, 3]], np.vstack([VALUES[1:40], record])[:, [0, 2, 3]]):
-        center(Fitted(plain), Table(plain.columns, rows), 1.0, Streams.seeded(0), 40)
+        center(Fitted(plain), Table(plain.columns, rows), 1.0, Door(Streams.seeded(0)), 40)
     assert np.linalg.norm(seen[1][0] - seen[0][0]) <= math.sqrt(seen[0][1])
 
 
@@ -202,14 +205,14 @@ def test_sums_of_features_are_exact_and_ignore_what_is_not_finite(monkeypatch):
     monkeypatch.setattr(private, "release", lambda total, *_: seen.append(total) or total)
     encoder = fit_public(Table(COLUMNS[:1], VALUES[:, :1]), 3).encoder
     for rows in (VALUES[:, :1], VALUES[::-1, :1], np.vstack([VALUES[:, :1], VALUES[:1, :1]])):
-        center(Fitted(encoder), Table(COLUMNS[:1], rows), 1.0, Streams.seeded(0), N)
+        center(Fitted(encoder), Table(COLUMNS[:1], rows), 1.0, Door(Streams.seeded(0)), N)
     assert np.array_equal(seen[0], seen[1])
     term = encoder.transform(VALUES[:1, :1])[0].astype(np.float64)
     assert np.abs(seen[2] - seen[0] - [*term, np.square(term).sum()]).max() <= 2.0**-31
     wide = (Column("w", "numeric", -1.7e308, 1.7e308),)
     with np.errstate(all="ignore"):
         center(Fitted(Encoder(wide, (Pieces((-1.7e308, 1.7e308)),))), Table(wide, np.full((5, 1), 1.7e308)), 1.0,
-               Streams.seeded(0), 5)  # fmt: skip
+               Door(Streams.seeded(0)), 5)  # fmt: skip
     assert not seen[-1].any()  # those records count zero
 
 
@@ -218,9 +221,9 @@ def test_there_is_a_feature_even_if_no_category_is_found(monkeypatch):
 
     monkeypatch.setattr(module, "frequent_buckets", lambda *_: [np.array([], dtype=int)] * 2)
     table = Table((Column("i", "categorical"), Column("j", "categorical")), np.zeros((9, 2)))
-    assert fit_private(table, 1.0, 6, Streams.seeded(0), 9).encoder.width == 1
+    assert fit_private(table, 1.0, 6, Door(Streams.seeded(0)), 9).encoder.width == 1
 
 
 def test_a_mean_that_is_noise_is_shrunk_away():
-    fitted = center(fit_private(TABLE, 3.0, 6, Streams.seeded(0), N), TABLE, 1e5, Streams.seeded(0), N)
+    fitted = center(fit_private(TABLE, 3.0, 6, Door(Streams.seeded(0)), N), TABLE, 1e5, Door(Streams.seeded(0)), N)
     assert np.linalg.norm(fitted.encoder.center) < 0.5 * center_error(fitted.encoder.width, 1e5, N)

@@ -7,6 +7,7 @@ import pytest
 
 from weightclip._streams import Streams
 from weightclip._tabular._columns import BUCKETS
+from weightclip._tabular._door import Door
 from weightclip._tabular._private import Forest, consistent, frequent_buckets, mixed_grid, ranges, symmetric_grid
 
 RNG = np.random.default_rng(0)
@@ -28,7 +29,7 @@ class Recorder:
 
 def forest(values, sigma, grids, streams=None):
     columns = range(values.shape[1])
-    return Forest(grids, chunks_of(values), columns, sigma, streams or Streams.seeded(0), "t")
+    return Forest(grids, chunks_of(values), columns, sigma, streams or Door(Streams.seeded(0)), "t")
 
 
 def all_counts(values, grids):
@@ -59,7 +60,7 @@ def test_the_noise_of_every_count_has_the_stated_size():
     """Leaves of an empty table are pure noise; least squares over the tree only lowers it."""
     grids = [mixed_grid(0, 1, 3)] * 40
     empty = np.full((1, 40), np.nan)
-    leaves = np.concatenate([forest(empty, 3.0, grids, Streams.seeded(s)).leaves.ravel() for s in range(40)])
+    leaves = np.concatenate([forest(empty, 3.0, grids, Door(Streams.seeded(s))).leaves.ravel() for s in range(40)])
     single = 3.0 * math.sqrt(3 * 40)
     assert 0.6 * single < leaves.std() < 0.95 * single
     assert abs(leaves.mean()) < 5 * single / math.sqrt(leaves.size)
@@ -104,7 +105,7 @@ def test_ranges_find_where_values_are():
     values = np.column_stack([
         RNG.normal(37, 5, n), RNG.lognormal(10, 1, n), -RNG.uniform(1e-3, 1e-2, n), np.zeros(n), RNG.normal(0, 1, n),
     ])  # fmt: skip
-    found = ranges(chunks_of(values), range(5), 3.0, Streams.seeded(1), "r")
+    found = ranges(chunks_of(values), range(5), 3.0, Door(Streams.seeded(1)), "r")
     for (low, high), column in zip(found, values.T, strict=True):
         inside = np.mean((column >= low) & (column <= high))
         assert inside > 0.9 and low < high
@@ -114,17 +115,17 @@ def test_ranges_find_where_values_are():
 def test_ranges_noise_has_the_stated_size():
     assert len(symmetric_grid()) == 2 * 37 + 2
     empty = np.full((1, 4), np.nan)
-    spans = ranges(chunks_of(empty), range(4), 1.0, Streams.seeded(0), "r")
+    spans = ranges(chunks_of(empty), range(4), 1.0, Door(Streams.seeded(0)), "r")
     assert all(np.isfinite(s).all() and s[0] < s[1] for s in spans)
 
 
 def test_frequent_buckets():
     values = np.column_stack([np.repeat([7.0, 9.0, 5000.0, np.nan], [500, 300, 1, 50]), np.full(851, 3.0)])
-    found = frequent_buckets(chunks_of(values), (0, 1), 4.0, Streams.seeded(0), "c")
+    found = frequent_buckets(chunks_of(values), (0, 1), 4.0, Door(Streams.seeded(0)), "c")
     assert {7, 9} <= set(found[0].tolist()) and 3 in found[1].tolist()
     assert len(found[0]) + len(found[1]) < 20  # a few empty buckets pass by chance
     assert 5000 not in found[0]
-    everything = frequent_buckets(chunks_of(values), (0, 1), 0.0, Streams.seeded(0), "c")
+    everything = frequent_buckets(chunks_of(values), (0, 1), 0.0, Door(Streams.seeded(0)), "c")
     assert everything[0].tolist() == [7, 9, 5000]
 
 
@@ -148,15 +149,15 @@ def test_bucket_noise_reaches_empty_buckets():
 def test_noise_does_not_stretch_ranges():
     """Single bins that stick out of the noise by chance are not believed: values lie where many of them are."""
     values = RNG.normal(0, 1, size=(3000, 10))
-    highest = [max(ranges(chunks_of(values, 3000), range(10), 20.0, Streams.seeded(s), "r"), key=lambda r: r[1])[1]
-               for s in range(40)]  # fmt: skip
+    doors = [Door(Streams.seeded(s)) for s in range(40)]
+    highest = [max(r[1] for r in ranges(chunks_of(values, 3000), range(10), 20.0, door, "r")) for door in doors]
     assert max(highest) <= 1000
 
 
 def test_a_far_but_plentiful_part_is_found():
     values = np.where(RNG.random(20_000) < 0.9, 0.0, RNG.lognormal(8, 1, 20_000))[:, None]
     for seed in range(20):
-        low, high = ranges(chunks_of(values, 20_000), (0,), 60.0, Streams.seeded(seed), "r")[0]
+        low, high = ranges(chunks_of(values, 20_000), (0,), 60.0, Door(Streams.seeded(seed)), "r")[0]
         assert low == 0 and 1e4 <= high <= 1e6
 
 
@@ -167,7 +168,7 @@ def test_a_record_votes_once_in_every_column(record, monkeypatch):
     seen = []
     monkeypatch.setattr(_private, "release", lambda votes, touched, *_: seen.append((votes.copy(), touched)) or votes)
     columns = [[1, 2, "a"], [True, False, None], ["x", "y", "z"]]
-    assert _private.column_kinds(columns, 1.0, Streams.seeded(0), "k") == ["numeric", "flag", "categorical"]
-    _private.column_kinds([[*c, record] for c in columns], 1.0, Streams.seeded(0), "k")
+    assert _private.column_kinds(columns, 1.0, Door(Streams.seeded(0)), "k") == ["numeric", "flag", "categorical"]
+    _private.column_kinds([[*c, record] for c in columns], 1.0, Door(Streams.seeded(0)), "k")
     moved = np.linalg.norm(seen[1][0] - seen[0][0])
     assert moved <= math.sqrt(seen[0][1]) and (moved == 0) == (record is None or record != record)

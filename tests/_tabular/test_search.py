@@ -11,7 +11,7 @@ import pytest
 from weightclip import accounting
 from weightclip._streams import Streams
 from weightclip._tabular import Column, Table, _search
-from weightclip._tabular._fit import Plan, PrivateScaling
+from weightclip._tabular._plan import Plan, PrivateScaling
 from weightclip._tabular._report import mechanisms_of, recompute
 from weightclip._tabular._search import VALIDATION, SearchPlan, Task, best_of_random_runs, search
 from weightclip.errors import WeightclipError

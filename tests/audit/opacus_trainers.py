@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,8 @@ def _train(data, seed: int, *, batch: int, sigma: float, weights=None) -> list[t
     loader = DataLoader(TensorDataset(*data), batch_size=batch, sampler=sampler)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        private, optimizer, loader = PrivacyEngine().make_private(
+        engine: Any = PrivacyEngine()  # what it returns depends on its arguments
+        private, optimizer, loader = engine.make_private(
             module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=sigma, max_grad_norm=1.0,
             poisson_sampling=weights is None,
         )  # fmt: skip

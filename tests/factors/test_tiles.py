@@ -110,6 +110,10 @@ def test_sums_are_those_of_scaled_gradients(dtype, last, interpreter):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_records_with_scale_zero_add_exact_zeros(interpreter):
+    zero_is_zero(interpreter)
+
+
+def zero_is_zero(interpreter: torch.device) -> None:
     x, d = (torch.randn(3, 20, n).bfloat16().to(interpreter) for n in (6, 9))
     x[1], d[1] = float("nan"), float("inf")
     scale = torch.tensor([0.5, 0.0, 1.0], device=interpreter)
@@ -136,8 +140,12 @@ def test_norms_are_exact_and_never_below(way, beta, dtype, interpreter, monkeypa
 
 @pytest.mark.parametrize("way", ["grams", "products"])
 def test_norms_where_positions_cancel_are_not_below_what_is_formed(way, interpreter, monkeypatch):
-    """Positions that cancel but for rounding: the norm covers the sum as it is formed, not the exact one."""
     monkeypatch.setattr(_tiles, "by_grams", lambda *a: way == "grams")
+    covers_what_is_formed(interpreter)
+
+
+def covers_what_is_formed(interpreter: torch.device) -> None:
+    """Positions that cancel but for rounding: the norm covers the sum as it is formed, not the exact one."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 64, 24, generator=generator).bfloat16()
     d = torch.randn(4, 64, 40, generator=generator).bfloat16()
@@ -169,19 +177,60 @@ def test_products_of_tiny_inputs_are_not_lost(way, interpreter, monkeypatch):
     assert float(tile_norms(x, d, 0.0)) >= float(gradients(x, d, POINT).norm()) * (1 - 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_record_adds_the_same_bits_whoever_else_is_there(dtype, interpreter):
-    """Adding one record moves the sum by that record's own product, up to float64 rounding: 64 of them or one."""
+def moved_by_itself(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Adding one record moves the sum by that record's own product, up to float64 rounding: 8 of them or one."""
     generator = torch.Generator().manual_seed(3)
-    x, d = (torch.randn(65, 16, n, generator=generator).to(interpreter, dtype) for n in (5, 6))
-    d[:64] *= 1000  # the others are much larger: float32 sums would swallow it
-    scale = torch.rand(65, generator=generator).to(interpreter)
-    moved = tile_sums(x, d, scale) - tile_sums(x[:64], d[:64], scale[:64])
-    alone = tile_sums(x[64:], d[64:], scale[64:])
+    x, d = (torch.randn(9, 130, n, generator=generator).to(device, dtype) for n in (5, 6))
+    d[:8] *= 1000  # the others are much larger: float32 sums would swallow it
+    scale = torch.rand(9, generator=generator).to(device)
+    moved = tile_sums(x, d, scale) - tile_sums(x[:8], d[:8], scale[:8])
+    alone = tile_sums(x[8:], d[8:], scale[8:])
     assert float((moved - alone).norm()) <= 1e-9 * float(alone.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("programs", [1, 264])
+def test_a_record_adds_the_same_bits_whoever_else_is_there(dtype, programs, interpreter, monkeypatch):
+    monkeypatch.setattr(_tiles, "_WAVES", programs)
+    moved_by_itself(interpreter, dtype)
+
+
+def rounding_pair(b: int, extra: bool) -> tuple[Tensor, Tensor]:
+    """b (or b + 1) records of a one-weight layer over 16 positions, products at most 1, all of them bf16 numbers.
+
+    Half of them bring the sum to a power of two, where the spacing of float32 doubles: the small ones that follow round
+    one way below it and the other way above it, if the sum is float32 (as in tests/test_engine_rounding.py).
+    """
+    u = b / 2 * 2.0**-24
+    x, d = (torch.zeros(b // 2 + b // 6 * 3 + extra, 16, 1) for _ in range(2))
+    x[:, :2] = 1.0
+    d[: b // 2 + extra, 0] = 1.0
+    d[b // 2 + extra - 1, 1] = -2 * u  # a second position: 1 - 2 u is no bf16 number
+    d[b // 2 + extra :, 0, 0] = torch.tensor([1.25 * u, -0.625 * u, -0.625 * u]).repeat(b // 6)
+    assert torch.equal(d, d.bfloat16().float())
+    return x.bfloat16(), d.bfloat16()
+
+
+def moves_by_one(b: int, device: torch.device) -> None:
+    pairs = [[t.to(device) for t in rounding_pair(b, extra)] for extra in (False, True)]
+    found = [float(tile_sums(x, d, torch.ones(len(x), device=device))) for x, d in pairs]
+    assert abs(found[1] - found[0] - 1) < 1e-6
+    total = torch.zeros(2)
+    for i, (_, d) in enumerate(pairs):  # a float32 sum of the same products moves by more
+        for value in d[:, :, 0].float().sum(1).cpu():
+            total[i] += value
+    assert float(total[1] - total[0]) - 1 > 1e-4
+
+
+@pytest.mark.parametrize("b", [256, 16384])
+def test_adversarial_rounding_of_sums_over_records(b, interpreter, monkeypatch):
+    if b > 256 and interpreter.type == "cpu":
+        pytest.skip("minutes in the interpreter; every record is one more turn of the same loop")
+    monkeypatch.setattr(_tiles, "_WAVES", 1)
+    moves_by_one(b, interpreter)
 
 
 def test_what_fits():
     x = torch.zeros(2, 32, 4)
-    assert not fits_tiles(x, x, 32, True)  # no GPU
+    assert not fits_tiles(x, x, 32, convolution=False)  # no GPU
     assert by_grams(64, 2304, 256) and not by_grams(1024, 576, 64) and not by_grams(129, 10**6, 10**6)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-import weightclip._loop as loop
+import weightclip._step as loop
 import weightclip.bounds._conv as conv_rules
 import weightclip.bounds._dense as dense_rules
 import weightclip.bounds._normalise as norm_rules
@@ -116,14 +116,14 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("division by the realised batch size", "printed algorithm", ALIGNED)
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = loop.TrainingLoop._before_step
+    original = loop.Training.before_step
 
     def before(self: Any, *args: Any) -> None:
-        if self._info is not None:
-            self._release.batch = float(self._info.rows)
+        if self.info is not None:
+            self.release.batch = float(self.info.rows)
         original(self, *args)
 
-    patch.setattr(loop.TrainingLoop, "_before_step", before)
+    patch.setattr(loop.Training, "before_step", before)
 
 
 @mutant("empty draws are drawn again", "printed algorithm", ALIGNED)

@@ -29,8 +29,8 @@ from tests.mutants.audit_mutants import (
 import weightclip._checkpoint as checkpoint
 import weightclip._gains as gains
 import weightclip._install as install
-import weightclip._loop as loop
 import weightclip._projection as projection
+import weightclip._step as loop
 import weightclip.certificate as certificate
 import weightclip.engine as engine
 import weightclip.losses as losses
@@ -46,16 +46,16 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 
 def _by_pieces(patch: pytest.MonkeyPatch, noises: Callable[[int], int]) -> None:
-    original = loop.TrainingLoop._before_step
+    original = loop.Training.before_step
 
     def before(self: Any, *args: Any) -> None:
-        undo = _with_sigma(self._release, math.sqrt(noises(self._info.piece + 1)))
+        undo = _with_sigma(self.release, math.sqrt(noises(self.info.piece + 1)))
         try:
             original(self, *args)
         finally:
             undo()
 
-    patch.setattr(loop.TrainingLoop, "_before_step", before)
+    patch.setattr(loop.Training, "before_step", before)
 
 
 @mutant("noise once per physical batch", "noise", PIECES)
@@ -126,7 +126,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("no slack for rounding", "release", FLOAT32)
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine, "sum_slack", lambda plan, *rest: [1.0] * len(plan.layers))
+    patch.setattr(install, "sum_slack", lambda plan, *rest: [1.0] * len(plan.layers))
 
 
 def _not_enforced(limit: str) -> Patch:
@@ -195,26 +195,26 @@ def _(patch: pytest.MonkeyPatch) -> None:
     # the printed algorithm trusts C: the norm that is accounted is the limit, whatever the weights are
     real = gains.Gains.current
 
-    def current(self: Any, *rest: Any) -> dict[str, torch.Tensor]:
+    def current(self: Any, *rest: Any) -> Any:
         limit = self.plan.bounds.weight_norm
         if limit is None:  # the canaries' model has no limit to trust
             return real(self, *rest)
         return {path: torch.tensor(limit, dtype=torch.float64) for path in self.plan.layers}
 
-    original = loop.TrainingLoop._before_step
+    original = loop.Training.before_step
 
     def before(self: Any, *args: Any) -> None:
         original(self, *args)
-        self._clip()  # then the optimiser moves the weights out of the ball again
+        self.clip()  # then the optimiser moves the weights out of the ball again
 
     def after(self: Any, *_: Any) -> None:
         if not self._skip:
-            self._gate.clear()
+            self.gate.clear()
 
     _unlimited(patch)
     patch.setattr(gains.Gains, "current", current)
-    patch.setattr(loop.TrainingLoop, "_before_step", before)
-    patch.setattr(loop.TrainingLoop, "_after_step", after)
+    patch.setattr(loop.Training, "before_step", before)
+    patch.setattr(loop.Training, "after_step", after)
 
 
 @mutant("shuffled batches accounted as Poisson draws", "sampling", RADII)
@@ -242,8 +242,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("padding counts as a record", "sampling", ALIGNED)
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = loop.TrainingLoop._begin_loss
-    patch.setattr(loop.TrainingLoop, "_begin_loss", lambda self, logits: (original(self, logits)[0], None))
+    original = loop.Training.admit
+    patch.setattr(loop.Training, "admit", lambda self, logits: (original(self, logits)[0], None))
 
 
 @mutant("loss averaged over the realised batch", "loss", ALIGNED)

@@ -205,7 +205,7 @@ def bounds_follow_the_weights() -> None:
     with torch.no_grad():
         run.model[2].weight.mul_(30)
     run.train()
-    used = run.engine._sensitivities.tolist()[0]
+    used = run.engine.training.sensitivity.values.tolist()[0]
     assert used >= 2 * float(torch.linalg.matrix_norm(run.model[2].weight.detach(), 2)) * 0.999  # sqrt(2) L sqrt(1 + 1)
 
 
@@ -219,7 +219,7 @@ def sequences_are_bounded_as_the_loss_sees_them() -> None:
             run.model[2].bias.copy_(torch.tensor([20.0, -20.0, -20.0]))
         run.train(forward=lambda x, run=run: run.model(x).transpose(1, 2))
         sums.append({k: 4 * g for k, g in run.grads().items()})
-        limit = dict(zip(run.engine.plan.layers, run.engine._sensitivities.tolist(), strict=True))
+        limit = dict(zip(run.engine.plan.layers, run.engine.training.sensitivity.values.tolist(), strict=True))
     for layer, moved in layer_norms(difference(sums[1], sums[0])).items():
         assert moved <= limit[layer]
     plain = tokens()  # a true bound: the record is not scaled
@@ -242,7 +242,7 @@ def dropout_is_bounded_in_training_mode() -> None:
     twin = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.9), nn.Linear(8, 3)).train()
     twin.load_state_dict(model.state_dict())
     expected = private(twin, table(8)).layers()["0"]["sensitivity"]
-    assert run.engine._sensitivities.tolist()[0] >= expected * 0.999
+    assert run.engine.training.sensitivity.values.tolist()[0] >= expected * 0.999
 
 
 CHECKS = [

@@ -112,7 +112,7 @@ def a_torn_line_is_counted(folder: Path) -> None:
         assert charges(path) >= 6
         engine = wc.PrivacyEngine("rdp", ledger=path)
         assert engine.steps >= 6
-        engine._ledger.close()
+        engine.ledger.close()
         assert charges(path) >= 6
 
 

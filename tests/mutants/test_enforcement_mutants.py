@@ -14,7 +14,7 @@ from tests.test_holes import BOUNDS, REFUSED, Branch, Mean, Memory, Running
 import weightclip as wc
 from weightclip import _install as install
 from weightclip._gate import Entrance, _Wall
-from weightclip._loop import TrainingLoop
+from weightclip._step import Training
 from weightclip._watch import BufferGuard
 from weightclip.factors import Collector, Limits, _apply, _collect, _collector, _layers, _limits
 
@@ -215,12 +215,12 @@ def terms_on_the_output_are_dropped_in_silence(patch: Patch) -> None:
 
 @mutant(foreign_terms_are_refused)
 def penalties_on_weights_are_dropped_in_silence(patch: Patch) -> None:
-    patch.setattr(TrainingLoop, "_drop", lambda self, parameter: setattr(parameter, "grad", None))
+    patch.setattr(Training, "refuse_term", lambda self, parameter: setattr(parameter, "grad", None))
 
 
 @mutant(a_negative_loss_is_refused)
 def factors_of_the_loss_are_ignored(patch: Patch) -> None:
-    patch.setattr(TrainingLoop, "_check_upstream", lambda self, upstream: None)
+    patch.setattr(Training, "check_upstream", lambda self, upstream: None)
 
 
 CHECKS = [foreign_terms_are_refused, a_negative_loss_is_refused, trains_while_another_thread_traces]

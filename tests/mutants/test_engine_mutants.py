@@ -11,9 +11,10 @@ from torch import Tensor
 
 import weightclip as wc
 from weightclip import _checkpoint
-from weightclip._loop import TrainingLoop
 from weightclip._projection import InputProjection
 from weightclip._release import Release
+from weightclip._sensitivity import Sensitivities
+from weightclip._step import Training
 from weightclip._streams import Streams
 from weightclip._watch import Watch
 from weightclip.sampling import PoissonLoader
@@ -59,24 +60,24 @@ def noise_on_the_mean_instead_of_the_sum(patch: Patch) -> None:
 
 @mutant(checks.the_sum_is_the_sum_over_the_public_batch_size)
 def divided_by_the_realised_batch_size(patch: Patch) -> None:
-    before = TrainingLoop._before_step
+    before = Training.before_step
 
     def step(self, *args):
-        self._release.batch = self._info.rows
+        self.release.batch = self.info.rows
         before(self, *args)
 
-    patch.setattr(TrainingLoop, "_before_step", step)
+    patch.setattr(Training, "before_step", step)
 
 
 @mutant(checks.the_sum_is_the_sum_over_the_public_batch_size)
 def averaged_over_the_records(patch: Patch) -> None:
-    collect = TrainingLoop._collect
+    collect = Training.collect
 
     def averaged(self, passage, *to) -> None:
         passage.given = {end: g / len(g) for end, g in passage.given.items()}
         collect(self, passage, *to)
 
-    patch.setattr(TrainingLoop, "_collect", averaged)
+    patch.setattr(Training, "collect", averaged)
 
 
 @mutant(checks.empty_draws_are_steps_of_pure_noise)
@@ -92,8 +93,8 @@ def empty_draws_are_drawn_again(patch: Patch) -> None:
 
 @mutant(checks.empty_draws_are_steps_of_pure_noise)
 def padding_counts_as_a_record(patch: Patch) -> None:
-    begin = TrainingLoop._begin_loss
-    patch.setattr(TrainingLoop, "_begin_loss", lambda self, logits: (begin(self, logits)[0], None))
+    begin = Training.admit
+    patch.setattr(Training, "admit", lambda self, logits: (begin(self, logits)[0], None))
 
 
 @mutant(checks.one_record_stays_within_the_sensitivity)
@@ -106,38 +107,38 @@ def radius_from_the_largest_record_of_the_batch(patch: Patch) -> None:
 
 @mutant(checks.pieces_release_once)
 def noise_for_every_physical_batch(patch: Patch) -> None:
-    before = TrainingLoop._before_step
+    before = Training.before_step
 
     def step(self, *args):
-        info = self._info
+        info = self.info
         object.__setattr__(info, "last", True)
         before(self, *args)
 
-    patch.setattr(TrainingLoop, "_before_step", step)
+    patch.setattr(Training, "before_step", step)
 
 
 @mutant(checks.a_draw_is_released_once)
 def one_draw_serves_for_several_steps(patch: Patch) -> None:
-    charge = TrainingLoop._charge
+    spend = Training.spend
 
-    def kept(self) -> int:
-        info, step = self._info, charge(self)
-        self._info = info
-        return step
+    def kept(self, release) -> None:
+        info = self.info
+        spend(self, release)
+        self.info = info
 
-    patch.setattr(TrainingLoop, "_charge", kept)
+    patch.setattr(Training, "spend", kept)
 
 
 @mutant(checks.every_move_of_the_weights_is_charged)
 def one_step_too_few(patch: Patch) -> None:
-    before = TrainingLoop._before_step
+    before = Training.before_step
 
     def step(self, *args):
         before(self, *args)
-        if self.steps == 1 and not getattr(self, "_free", False):
-            self.steps, self._free = 0, True
+        if self.engine.steps == 1 and not getattr(self, "_free", False):
+            self.engine.steps, self._free = 0, True
 
-    patch.setattr(TrainingLoop, "_before_step", step)
+    patch.setattr(Training, "before_step", step)
 
 
 @mutant(checks.steps_have_independent_noise)
@@ -152,19 +153,19 @@ def the_same_noise_again(patch: Patch) -> None:
 
 @mutant(checks.raw_gradients_are_never_seen)
 def raw_gradients_left_in_grad(patch: Patch) -> None:
-    real = TrainingLoop._collect
+    real = Training.collect
 
     def collect(self, *args) -> None:
         real(self, *args)
-        for parameter, total in zip(self._release.parameters, self._release.sums, strict=True):
+        for parameter, total in zip(self.release.parameters, self.release.sums, strict=True):
             parameter.grad = total
 
-    patch.setattr(TrainingLoop, "_collect", collect)
+    patch.setattr(Training, "collect", collect)
 
 
 @mutant(checks.other_terms_leave_no_gradient)
 def other_terms_left_in_grad(patch: Patch) -> None:
-    patch.setattr(TrainingLoop, "_drop", lambda self, parameter: None)
+    patch.setattr(Training, "refuse_term", lambda self, parameter: None)
 
 
 @mutant(checks.raw_gradients_are_never_seen)
@@ -183,14 +184,14 @@ def released_gradients_share_memory_with_later_ones(patch: Patch) -> None:
 
 @mutant(checks.clipped_weights_are_clipped_after_the_step)
 def clipped_before_the_step(patch: Patch) -> None:
-    before = TrainingLoop._before_step
+    before = Training.before_step
 
     def step(self, *args):
         before(self, *args)
-        self._clip()
+        self.clip()
 
-    patch.setattr(TrainingLoop, "_before_step", step)
-    patch.setattr(TrainingLoop, "_after_step", lambda self, *_: None)
+    patch.setattr(Training, "before_step", step)
+    patch.setattr(Training, "after_step", lambda self, *_: None)
 
 
 @mutant(checks.large_sums_keep_single_records)
@@ -237,24 +238,24 @@ def rewound_to_the_same_streams(patch: Patch) -> None:
 
 @mutant(checks.bounds_follow_the_weights)
 def bounds_of_the_first_weights(patch: Patch) -> None:
-    evaluate = TrainingLoop._evaluate
+    evaluate = Sensitivities.evaluate
 
     def stale(self):
         if getattr(self, "_first", None) is None:
             self._first = evaluate(self)
         return self._first
 
-    patch.setattr(TrainingLoop, "_evaluate", stale)
+    patch.setattr(Sensitivities, "evaluate", stale)
 
 
 @mutant(checks.sequences_are_bounded_as_the_loss_sees_them)
 def loss_bound_of_the_models_own_output(patch: Patch) -> None:
-    certify = TrainingLoop._certify_step
+    certify = Sensitivities.update
 
     def wrong(self, autocast, modes, shape):
         certify(self, autocast, modes, self.plan.graph.nodes[self.plan.graph.output].op.out_shape)
 
-    patch.setattr(TrainingLoop, "_certify_step", wrong)
+    patch.setattr(Sensitivities, "update", wrong)
 
 
 @mutant(checks.dropout_is_bounded_in_training_mode)

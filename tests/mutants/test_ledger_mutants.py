@@ -11,7 +11,7 @@ from tests.mutants.ledger_checks import CHECKS
 from weightclip import _checkpoint, _ledger, _ledger_format
 from weightclip._ledger import Ledger
 from weightclip._ledger_format import Book
-from weightclip._loop import TrainingLoop
+from weightclip._step import Training
 from weightclip.engine import PrivacyEngine
 from weightclip.sampling import PoissonLoader
 
@@ -35,7 +35,7 @@ def mutant(check: Callable[[], None]):
 
 @mutant(checks.every_release_is_on_the_disk_before_it_is_seen)
 def charged_after_the_release(patch: Patch) -> None:
-    charge, after = TrainingLoop._charge, TrainingLoop._after_step
+    charge, after = PrivacyEngine.charge, Training.after_step
 
     def number(self) -> int:
         ledger, self._ledger = self._ledger, None
@@ -45,11 +45,11 @@ def charged_after_the_release(patch: Patch) -> None:
             self._ledger = ledger
 
     def late(self, *args) -> None:
-        self._ledger.charge(None)
+        self.engine.ledger.charge(None)
         after(self, *args)
 
-    patch.setattr(TrainingLoop, "_charge", number)
-    patch.setattr(TrainingLoop, "_after_step", late)
+    patch.setattr(PrivacyEngine, "charge", number)
+    patch.setattr(Training, "after_step", late)
 
 
 @mutant(checks.every_release_is_on_the_disk_before_it_is_seen)
@@ -179,8 +179,8 @@ def the_steps_left_are_this_runs(patch: Patch) -> None:
         return None if self.budget is None else self.budget - (self.steps - self._ledger.start)
 
     patch.setattr(Ledger, "begin", note)
-    patch.setattr(TrainingLoop, "_steps_left", left)
-    patch.setattr(TrainingLoop, "_refuse_overspending", lambda self: None)
+    patch.setattr(PrivacyEngine, "steps_left", left)
+    patch.setattr(PrivacyEngine, "refuse_overspending", lambda self: None)
 
 
 @mutant(checks.an_older_ledger_does_not_go_with_the_checkpoint)
@@ -200,7 +200,7 @@ def a_resume_without_a_ledger_is_silent(patch: Patch) -> None:
     def silent(engine, path, *, exact) -> None:
         with pytest.warns():
             load(engine, path, exact=exact)
-        engine._uncounted = False
+        engine.uncounted = False
 
     patch.setattr(_checkpoint, "load", silent)
 

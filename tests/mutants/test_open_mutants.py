@@ -13,7 +13,7 @@ from torch import Tensor
 
 import weightclip as wc
 from weightclip import _criterion, _gate, _install
-from weightclip._loop import TrainingLoop
+from weightclip._step import Training
 from weightclip.factors._rows import Layout, Table
 
 Patch = pytest.MonkeyPatch
@@ -30,8 +30,8 @@ def mutant(check: Callable[[], None]):
 
 @mutant(tests.test_a_length_at_which_records_mix_is_refused_when_it_comes)
 def later_shapes_are_not_tested(patch: Patch) -> None:
-    patch.setattr(TrainingLoop, "_test", lambda self, passage, ends: False)
-    patch.setattr(_install, "_prepare", lambda owner, module, args, kwargs: next(iter(owner()._tested)))
+    patch.setattr(Training, "_test", lambda self, passage, ends: False)
+    patch.setattr(_install, "_prepare", lambda owner, module, args, kwargs: next(iter(owner().tested)))
 
 
 @mutant(lambda: tests.test_copies_that_mix_or_change_records_are_refused(tests.turned))

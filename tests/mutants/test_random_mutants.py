@@ -12,12 +12,12 @@ from tests.test_randomness import augmentation_belongs_to_the_record, masks_do_n
 from tests.test_strict import a_records_place_does_not_depend_on_the_others
 
 import weightclip as wc
-from weightclip import _loop
+from weightclip import _step
 from weightclip._adaptive import Quantiles
 from weightclip._digest import tensors_digest
-from weightclip._loop import TrainingLoop
 from weightclip._pieces import Cutter, Piece
 from weightclip._randomness import ForwardRandomness, Generators
+from weightclip._step import Training
 from weightclip._streams import Streams
 from weightclip.sampling import PoissonLoader
 
@@ -69,12 +69,12 @@ class _nothing:
 
 @mutant(reuse.one_seed_with_other_records_has_other_noise)
 def noise_keyed_without_the_sum(patch: Patch) -> None:
-    patch.setattr(TrainingLoop, "_content", lambda self: tensors_digest(self._release.parameters, b""))
+    patch.setattr(Training, "content", lambda self: tensors_digest(self.release.parameters, b""))
 
 
 @mutant(reuse.equal_sums_at_other_weights_have_other_noise)
 def noise_keyed_without_the_weights(patch: Patch) -> None:
-    patch.setattr(TrainingLoop, "_content", lambda self: tensors_digest(self._release.sums, b""))
+    patch.setattr(Training, "content", lambda self: tensors_digest(self.release.sums, b""))
 
 
 @mutant(reuse.one_seed_with_another_rate_has_other_noise)
@@ -84,7 +84,7 @@ def noise_keyed_by_seed_and_step(patch: Patch) -> None:
 
 @mutant(reuse.an_exact_resume_with_another_rate_has_other_noise)
 def an_exact_resume_replays_the_noise(patch: Patch) -> None:
-    patch.setattr(_loop, "tensors_digest", lambda tensors, key: bytes(32))
+    patch.setattr(_step, "tensors_digest", lambda tensors, key: bytes(32))
 
 
 @mutant(reuse.one_seed_with_another_sigma_has_other_noise)

@@ -175,7 +175,6 @@ _LAYER: Rules = {
 _SETTINGS: Rules = {
     "temperature": (lambda v: _number(v) and v > 0, "a positive number"),
     "cap": (lambda v: v is None or (_number(v) and v > 0), "a positive number"),
-    "input_radius": (lambda v: v is None or (_number(v) and v > 0), "a positive number"),
     "bias_scale": (lambda v: _number(v) and v > 0, "a positive number"),
     "weight_norm": (lambda v: v is None or (_number(v) and v > 0), "a positive number"),
     "joint_cap": (lambda v: v is None or _caps(v), "a positive number, or one for each layer"),

@@ -10,9 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from weightclip._fast_mlp import Settings
+from ._training import Settings
 
-AGREEMENT_SHARE = 0.04  # part of the precision spent on a regressor's last look at its predictions
 KINDS_SHARE = 0.03  # part of the precision spent on a vote about kinds, where a column has no declared type
 
 
@@ -46,7 +45,6 @@ def settings(n: int, epsilon: float, width: int, outputs: int, chosen: Mapping[s
         lr=chosen.get("learning_rate", lr),
         final_lr=0.1,
         averaging=0.95,
-        input_radius=1.0,
         bias_scale=chosen.get("bias_scale", 0.3),
         cap=chosen.get("gradient_cap"),
         temperature=chosen.get("temperature", 0.4),
@@ -76,6 +74,16 @@ def center_share(error: float) -> float:
         error: `center_error` if a fiftieth were spent.
     """
     return min(0.05, max(0.01, 0.02 * (error / 0.2) ** 2))
+
+
+def agreement_share(n: int, mu: float) -> float:
+    """Part of the precision spent on a regressor's last look: noise of a fortieth of n, where that is not too dear.
+
+    Args:
+        n: Public number of records.
+        mu: 1/σ of the one Gaussian mechanism that spends the whole budget.
+    """
+    return min(0.15, max(0.03, (40 / (n * mu)) ** 2))
 
 
 def delta(n: int) -> float:

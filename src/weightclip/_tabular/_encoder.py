@@ -16,6 +16,7 @@ from weightclip.errors import WeightclipError
 
 from . import _private as private
 from ._columns import BUCKETS, Column
+from ._door import Door
 from ._private import THRESHOLD, Forest, frequent_buckets, mixed_grid, ranges
 from ._table import BLOCK, Table
 
@@ -192,14 +193,14 @@ class Fitted:
     uncovered: tuple[str, ...] = ()
 
 
-def fit_private(table: Table, sigma: float, pieces: int, streams: Streams, n: int) -> Fitted:
+def fit_private(table: Table, sigma: float, pieces: int, door: Door, n: int) -> Fitted:
     """Fit an encoder with Gaussian releases that together have noise multiplier `sigma`.
 
     Args:
         table: The private records.
         sigma: Noise multiplier of everything that is released here; 0 releases exact statistics (not private).
         pieces: Number of intervals of a numeric column, at most.
-        streams: Randomness.
+        door: Where releases go through.
         n: Public number of records.
 
     Formal guarantees:
@@ -222,17 +223,17 @@ def fit_private(table: Table, sigma: float, pieces: int, streams: Streams, n: in
     ]
     spans = {j: (float(c.low or 0), float(c.high or 0)) for j, c in enumerate(columns) if c.bounded}
     if unknown:
-        found = ranges(table.blocks, unknown, sigmas["ranges"], streams, "table/ranges")
+        found = ranges(table.blocks, unknown, sigmas["ranges"], door, "table/ranges")
         spans |= dict(zip(unknown, found, strict=True))
     codes: dict[int, np.ndarray] = {}
     if hashed:
-        found = frequent_buckets(table.blocks, hashed, sigmas["categories"], streams, "table/categories")
+        found = frequent_buckets(table.blocks, hashed, sigmas["categories"], door, "table/categories")
         codes = dict(zip(hashed, found, strict=True))
     forest = None
     if numeric:
         levels = LEVELS if encoder_error(columns, sigmas["quantiles"], n) < 0.1 else FEW_LEVELS
         grids = [mixed_grid(*spans[j], levels) for j in numeric]
-        forest = Forest(grids, table.blocks, numeric, sigmas["quantiles"], streams, "table/quantiles")
+        forest = Forest(grids, table.blocks, numeric, sigmas["quantiles"], door, "table/quantiles")
     parts: list[Pieces | Codes] = []
     for j, column in enumerate(columns):
         if column.kind == "categorical":
@@ -249,7 +250,7 @@ def fit_private(table: Table, sigma: float, pieces: int, streams: Streams, n: in
     return Fitted(Encoder(columns, at_least_one_feature(parts)), tuple(mechanisms), tuple(statements))
 
 
-def center(fitted: Fitted, table: Table, sigma: float, streams: Streams, n: int) -> Fitted:
+def center(fitted: Fitted, table: Table, sigma: float, door: Door, n: int) -> Fitted:
     """Move the features' mean to zero and their typical norm to one, by private sums of the features.
 
     What is common to all records says nothing about any, and wastes the norm that a gradient may have.
@@ -272,7 +273,7 @@ def center(fitted: Fitted, table: Table, sigma: float, streams: Streams, n: int)
         # a product with a power of two is exact, also in float32
         total[:-1] += np.rint(features * np.float32(_ONE)).astype(np.int32).sum(axis=0, dtype=np.int64)
         total[-1] += np.rint(squares * _ONE).astype(np.int64).sum()
-    noisy = private.release(total / _ONE, 2 * (1 + 1e-5), sigma, streams, "table/means") / n
+    noisy = private.release(total / _ONE, 2 * (1 + 1e-5), sigma, door, "table/means") / n
     mean, square = noisy[:-1], float(noisy[-1])
     noise = 2 * (sigma / n) ** 2 * encoder.width  # of the squared norm of the mean
     length = float(np.square(mean).sum())
@@ -325,7 +326,7 @@ def fit_public(table: Table, pieces: int) -> Fitted:
 
 def fit_unprotected(table: Table, pieces: int) -> Fitted:
     """Fit an encoder on the raw rows without any protection: what it learns is not covered by epsilon."""
-    fitted = fit_private(table, 0.0, pieces, Streams.secure(), len(table))
+    fitted = fit_private(table, 0.0, pieces, Door(Streams.secure()), len(table))
     return Fitted(fitted.encoder, uncovered=("feature statistics were read from private rows",))
 
 

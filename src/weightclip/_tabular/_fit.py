@@ -7,21 +7,19 @@ import math
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from numbers import Integral
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from weightclip import accounting
-from weightclip._fast_mlp import Absolute, Budget, Huber, Logistic, Objective, Run, Softmax, train_many
-from weightclip._streams import Streams
+from weightclip import losses
 from weightclip.accounting import Mechanism
 from weightclip.errors import WeightclipError
 
 from . import _defaults
 from ._columns import Column
+from ._door import Door
 from ._encoder import (
     Encoder,
     Fitted,
@@ -34,94 +32,16 @@ from ._encoder import (
     lack_of_precision,
 )
 from ._model import Model, fold
+from ._plan import NonPrivateScaling, Plan, PrivateScaling, PublicScaling, mu_left
 from ._private import column_kinds
 from ._report import privacy_report, settings_json
+from ._resume import Stage
 from ._table import BLOCK, Table
-from ._target import Target, agreement, fit_target
+from ._target import Target, agreement, fit_target, pretended
+from ._training import UNKNOWN, Budget, Records, Run, Settings, train
 
 _IN_MEMORY = 1 << 28  # bytes of features in full precision; those of larger tables are kept in half precision
 _MAPPED = 1 << 31  # bytes of features in half precision beyond which they are kept in a mapped file
-_mu = functools.lru_cache(accounting.gdp_mu)
-
-
-@dataclass(frozen=True)
-class PrivateScaling:
-    """Feature statistics estimated within the budget: quantiles, ranges where none is public, frequent categories.
-
-    Attributes:
-        share: Part of the run's precision 1/σ² that is spent on them; None: by the expected error. The features' means
-            take at most a twentieth more.
-        pieces: Intervals of a numeric column; None: six.
-    """
-
-    share: float | None = None
-    pieces: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.share is not None and not 0 < self.share < 1:
-            raise WeightclipError(f"PrivateScaling: share must lie strictly between 0 and 1, got {self.share!r}.")
-        _check_pieces("PrivateScaling", self.pieces)
-
-
-@dataclass(frozen=True)
-class PublicScaling:
-    """Features scaled by public ranges and categories alone: free, and refused where one of them is unknown."""
-
-    pieces: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_pieces("PublicScaling", self.pieces)
-
-
-@dataclass(frozen=True)
-class NonPrivateScaling:
-    """Feature statistics read from the private rows WITHOUT paying: the model's ε is then infinite, and said to be.
-
-    For experiments, and for data whose statistics are public anyway.
-    """
-
-    pieces: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_pieces("NonPrivateScaling", self.pieces)
-
-
-Preprocessing = PrivateScaling | PublicScaling | NonPrivateScaling
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that is decided before a record is read.
-
-    Attributes:
-        epsilon: Budget, preprocessing included.
-        delta: Its δ.
-        preprocessing: Where feature statistics come from.
-        chosen: Settings of the network that the user chose.
-        accountant: "pld" or "rdp".
-        streams: Randomness.
-        loss: "huber" or "l1" (regression).
-        progress: Called with (steps done, steps in all).
-        not_covered: Sentences the report has to add.
-        records: Public number of records; None declares the true one public.
-        objective: Makes the objective that is trained from the plain one and the labels (sample weights).
-        spent: What was released of the records before the fit, within the same budget.
-        columns: The columns as declared, before any kind was voted on: what is spent follows from these alone.
-    """
-
-    epsilon: float
-    delta: float
-    preprocessing: Preprocessing
-    chosen: Mapping[str, Any] = field(default_factory=dict)
-    accountant: str = "pld"
-    streams: Streams = field(default_factory=Streams.secure)
-    loss: str = "huber"
-    progress: Callable[[int, int], None] | None = None
-    not_covered: tuple[str, ...] = ()
-    records: int | None = None
-    objective: Callable[[Objective, np.ndarray], Objective] = lambda inner, _: inner
-    spent: tuple[Mechanism, ...] = ()
-    columns: tuple[Column, ...] | None = None
 
 
 def find_kinds(
@@ -142,10 +62,10 @@ def find_kinds(
     sigma = 0.0
     if isinstance(how, PrivateScaling):
         share = min(_defaults.KINDS_SHARE, (1 - (how.share or 0.0)) / 4)
-        sigma = 1 / (_mu(plan.epsilon, plan.delta) * math.sqrt(share))
+        sigma = 1 / (mu_left(plan) * math.sqrt(share))
         paid = Mechanism("gaussian", sigma, 1.0, 1, label=f"kinds of {len(untyped)} columns")
         plan = replace(plan, spent=(*plan.spent, paid))
-    kinds = column_kinds([arrays[c].tolist() for c in untyped], sigma, plan.streams, "table/kinds")
+    kinds = column_kinds([arrays[c].tolist() for c in untyped], sigma, plan.door, "table/kinds")
     found = dict(zip(untyped, kinds, strict=True))
     settled = (c if found.get(c.name, c.kind) == c.kind else Column(c.name, found[c.name]) for c in columns)
     return tuple(settled), plan
@@ -166,9 +86,9 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
         and types, the classes and the plan.
     """
     n = plan.records or len(table)
-    fitted = _center(_preprocess(table, plan, n), table, plan, n)
-    objective = Logistic() if len(classes) == 2 else Softmax(len(classes))
-    run = _train(table, fitted, codes, objective, plan, n)
+    stage = _kept(plan, lambda: Stage(_center(_preprocess(table, plan, n), table, plan, n)))
+    fitted = stage.fitted
+    run = _train(table, fitted, codes, len(classes), plan, n)
     model = Model(fitted.encoder, fold(run.weights, run.settings.temperature), "classification", classes, target=target)
     public = {"classes": len(classes), "settings": settings_json(run.settings)}
     return model, _report(fitted, run, plan, n, public), run
@@ -182,36 +102,27 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
         (`agreement`), whose multipliers are fixed beforehand and listed in the report.
     """
     n = plan.records or len(table)
-    sigma = _sigma(table, plan, n)
-    if isinstance(plan.preprocessing, PublicScaling):
-        if span is None:
-            raise WeightclipError("PublicScaling needs the public range of the target.")
-        scale = Target.public(*span)
-    else:  # one more private statistic, and one column of its own: a fifth of what statistics get
-        scale, released = fit_target(y, span, sigma * math.sqrt(5), plan.streams, n)
-        plan = replace(plan, spent=(*plan.spent, *released))
-        sigma *= math.sqrt(5 / 4)
-    fitted = _center(_preprocess(table, plan, n, sigma), table, plan, n)
-    check = 0.0
-    if isinstance(plan.preprocessing, PrivateScaling):
-        left = 1 - (plan.preprocessing.share or 0.2)
-        check = 1 / (_mu(plan.epsilon, plan.delta) * math.sqrt(min(_defaults.AGREEMENT_SHARE, left / 4)))
-        paid = Mechanism("gaussian", check, 1.0, 1, label="agreement of predictions and targets")
-        fitted = replace(fitted, mechanisms=(*fitted.mechanisms, paid))
+    stage = _kept(plan, lambda: _before_regression(table, y, span, plan, n))
+    fitted, scale, check = stage.fitted, stage.target, stage.check
+    assert scale is not None
     low, high = scale.low, scale.high
     # A record whose target is not finite takes part with zero gradient; the others are cut to the range.
     scaled = (np.clip(y, low, high) - scale.middle) / scale.unit
     scaled[~np.isfinite(y)] = math.nan
-    run = _train(table, fitted, scaled, Huber() if plan.loss == "huber" else Absolute(), plan, n)
+    run = _train(table, fitted, scaled, 0, plan, n)
     # Outputs of a model are in units of its range.
     range_ = Target.public(low, high)
     factor, shift = scale.unit / range_.unit, (scale.middle - range_.middle) / range_.unit
     *inner, (w, b) = fold(run.weights, run.settings.temperature)
     raw = Model(fitted.encoder, (*inner, (w, b)), "regression")
-    middle = float(raw.forward(np.zeros((1, fitted.encoder.width)))[0, 0])
-    swing = 1.0
+    reference = raw.logits(pretended(fitted.encoder))[:, 0]
+    middle, swing = float(reference.mean()), 1.0
     if not isinstance(plan.preprocessing, PublicScaling):
-        swing = agreement(lambda: _predictions(raw, table, scaled), middle, check, plan.streams)
+        look = functools.partial(
+            agreement, lambda: _predictions(raw, table, scaled, plan.weights), reference, fitted.encoder.width, n,
+            check, Door(plan.streams),  # charged before the training
+        )  # fmt: skip
+        swing = look() if plan.checkpoint is None else plan.checkpoint.once(look, default=1.0)
     w, b = w * np.float32(swing), b * np.float32(swing) + np.float32((1 - swing) * middle)
     last = (w * np.float32(factor), b * np.float32(factor) + np.float32(shift))
     model = Model(fitted.encoder, (*inner, last), "regression", (), (low, high), target)
@@ -219,11 +130,42 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
     return model, _report(fitted, run, plan, n, public), run
 
 
-def _predictions(model: Model, table: Table, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Predictions and targets, some rows at a time."""
+def _before_regression(
+    table: Table, y: np.ndarray, span: tuple[float, float] | None, plan: Plan, n: int
+) -> Stage:  # fmt: skip
+    """Target and features; the last look is charged here, before anything that it may cost is promised elsewhere."""
+    sigma = _sigma(table, plan, n)
+    if isinstance(plan.preprocessing, PublicScaling):
+        if span is None:
+            raise WeightclipError("PublicScaling needs the public range of the target.")
+        scale = Target.public(*span)
+    else:  # one more private statistic, and one column of its own: a fifth of what statistics get
+        scale, released = fit_target(y, span, sigma * math.sqrt(5), plan.door, n)
+        plan = replace(plan, spent=(*plan.spent, *released))
+        sigma *= math.sqrt(5 / 4)
+    fitted = _center(_preprocess(table, plan, n, sigma), table, plan, n)
+    if not isinstance(plan.preprocessing, PrivateScaling):
+        return Stage(fitted, scale)
+    left = 1 - (plan.preprocessing.share or 0.2)
+    mu = mu_left(plan)
+    check = 1 / (mu * math.sqrt(min(_defaults.agreement_share(n, mu), left / 4)))
+    paid = Mechanism("gaussian", check, 1.0, 1, label="agreement of predictions and targets")
+    plan.door.charge(paid)
+    return Stage(replace(fitted, mechanisms=(*fitted.mechanisms, paid)), scale, check)
+
+
+def _kept(plan: Plan, make: Callable[[], Stage]) -> Stage:
+    return make() if plan.checkpoint is None else plan.checkpoint.stage(make)
+
+
+def _predictions(
+    model: Model, table: Table, y: np.ndarray, weights: np.ndarray | None
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+    """Predictions, targets and sample weights, some rows at a time."""
     for start in range(0, len(table), BLOCK):
         part = slice(start, start + BLOCK)
-        yield model.logits(np.asarray(table.values[part]))[:, 0], y[part]
+        w = None if weights is None else weights[part]
+        yield model.logits(np.asarray(table.values[part]))[:, 0], y[part], w
 
 
 def _sigma(table: Table, plan: Plan, n: int) -> float:
@@ -231,7 +173,7 @@ def _sigma(table: Table, plan: Plan, n: int) -> float:
     how = plan.preprocessing
     if not isinstance(how, PrivateScaling):
         return 0.0
-    mu = _mu(plan.epsilon, plan.delta)  # of the one Gaussian mechanism that spends the whole budget
+    mu = mu_left(plan)  # of the one Gaussian mechanism that spends the whole budget
     share = how.share
     if share is None:
         share = _defaults.share(lack_of_precision(plan.columns or table.columns, 1 / (mu * math.sqrt(0.1)), n))
@@ -241,7 +183,10 @@ def _sigma(table: Table, plan: Plan, n: int) -> float:
 def _preprocess(table: Table, plan: Plan, n: int, sigma: float | None = None) -> Fitted:
     fitted = _statistics(table, plan, n, _sigma(table, plan, n) if sigma is None else sigma)
     notes = [f"{m.label}: released privately and paid for" for m in plan.spent]
-    return replace(fitted, mechanisms=(*plan.spent, *fitted.mechanisms), statements=(*notes, *fitted.statements))
+    if plan.past:
+        notes.append(f"{sum(m.steps for m in plan.past)} earlier releases in the ledger count in epsilon")
+    before = (*plan.past, *plan.spent)
+    return replace(fitted, mechanisms=(*before, *fitted.mechanisms), statements=(*notes, *fitted.statements))
 
 
 def _statistics(table: Table, plan: Plan, n: int, sigma: float) -> Fitted:
@@ -255,7 +200,7 @@ def _statistics(table: Table, plan: Plan, n: int, sigma: float) -> Fitted:
         return fit_unprotected(table, pieces)
     if isinstance(how, PublicScaling):
         return fit_public(table, pieces)
-    return fit_private(table, sigma, pieces, plan.streams, n)
+    return fit_private(table, sigma, pieces, plan.door, n)
 
 
 def _center(fitted: Fitted, table: Table, plan: Plan, n: int) -> Fitted:
@@ -265,38 +210,47 @@ def _center(fitted: Fitted, table: Table, plan: Plan, n: int) -> Fitted:
     features would not be covered by the accountant, which composes mechanisms fixed beforehand.
     """
     if isinstance(plan.preprocessing, NonPrivateScaling):
-        return center(fitted, table, 0.0, plan.streams, n)
+        return center(fitted, table, 0.0, plan.door, n)
     if isinstance(plan.preprocessing, PublicScaling):
         return fitted
     pieces = plan.preprocessing.pieces or _defaults.pieces(n, plan.epsilon)
-    mu, width = _mu(plan.epsilon, plan.delta), expected_width(plan.columns or table.columns, pieces)
+    mu, width = mu_left(plan), expected_width(plan.columns or table.columns, pieces)
     left = 1 - (plan.preprocessing.share or 0.2)  # no share that is not asked for exceeds 0.2
     share = min(left / 2, _defaults.center_share(center_error(width, 1 / (mu * math.sqrt(0.02)), n)))
     sigma = 1 / (mu * math.sqrt(share))
-    return fitted if center_error(width, sigma, n) > 1 else center(fitted, table, sigma, plan.streams, n)
+    return fitted if center_error(width, sigma, n) > 1 else center(fitted, table, sigma, plan.door, n)
 
 
-def _train(table: Table, fitted: Fitted, labels: np.ndarray, objective: Objective, plan: Plan, n: int) -> Run:
-    encoder = fitted.encoder
-    chosen = dict(plan.chosen)
-    if isinstance(objective, (Huber, Absolute)):
+def _train(table: Table, fitted: Fitted, labels: np.ndarray, classes: int, plan: Plan, n: int) -> Run:
+    """The network: for so many classes, or for a number (0)."""
+    encoder, chosen = fitted.encoder, dict(plan.chosen)
+    if classes == 0:
         chosen["temperature"] = 1.0
-        chosen["gradient_cap"] = chosen.get("gradient_cap", 0.3) if isinstance(objective, Huber) else None
-    settings = _defaults.settings(n, plan.epsilon, encoder.width, objective.outputs, chosen)
-    settings = replace(settings, input_radius=encoder.radius * (1 + 1e-6))
+        chosen["gradient_cap"] = chosen.get("gradient_cap", 0.3) if plan.loss == "huber" else None
+    outputs = classes if classes > 2 else 1
+    settings = _defaults.settings(n, plan.epsilon, encoder.width, outputs, chosen)
     small = len(table) * encoder.width * 4 <= _IN_MEMORY
-    features = encoder.transform(table.values) if small else _half(table, encoder)
-    budget = Budget(plan.epsilon, plan.delta, plan.accountant, fitted.mechanisms)
-    objective = plan.objective(objective, labels)
-    return train_many(
-        features, labels, [settings], [plan.streams], objective=objective, noise=budget, records=n,
-        progress=plan.progress,
-    )[0][0]  # fmt: skip
+    features = torch.from_numpy(encoder.transform(table.values)) if small else _half(table, encoder)
+    weights = None if plan.weights is None else torch.from_numpy(np.asarray(plan.weights, dtype=np.float64))
+    if classes > 2:
+        y = torch.from_numpy(np.where((labels >= 0) & (labels < classes), labels, UNKNOWN).astype(np.int64))
+    else:  # a label beyond [0, 1], or one that is no number, contributes nothing
+        y = torch.from_numpy(np.asarray(labels, dtype=np.float32))
+    return train(
+        Records(features, y, weights), outputs, _loss(classes, settings), settings,
+        Budget(plan.epsilon, plan.delta, plan.accountant, fitted.mechanisms), plan.streams, n,
+        ledger=plan.ledger, checkpoint=plan.checkpoint, progress=plan.progress,
+    )  # fmt: skip
+
+
+def _loss(classes: int, settings: Settings) -> losses.Loss:
+    if classes == 0:
+        return losses.L1() if settings.cap is None else losses.Huber(delta=settings.cap)
+    kind = losses.BCEWithLogits if classes == 2 else losses.CrossEntropy
+    return kind(temperature=settings.temperature, scale_by_temperature=True, cap=settings.cap)
 
 
 def _report(fitted: Fitted, run: Run, plan: Plan, n: int, public: dict[str, Any]) -> dict[str, Any]:
-    if not run.finite:
-        raise WeightclipError("training left the finite numbers: lower learning_rate.")
     return privacy_report(
         fitted, run, delta=plan.delta, target=plan.epsilon, accountant=plan.accountant, n=n, public=public,
         secure=plan.streams.is_secure, not_covered=plan.not_covered,
@@ -319,8 +273,3 @@ def _half(table: Table, encoder: Encoder) -> torch.Tensor:
         part = encoder.transform(np.asarray(table.values[start : start + BLOCK]))
         kept[start : start + BLOCK] = torch.from_numpy(part)
     return kept
-
-
-def _check_pieces(owner: str, pieces: int | None) -> None:
-    if pieces is not None and (not isinstance(pieces, Integral) or not 1 <= int(pieces) <= 64):
-        raise WeightclipError(f"{owner}: pieces must be a whole number from 1 to 64, got {pieces!r}.")

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from weightclip._streams import Streams
-
 from ._columns import BUCKETS, KINDS, canonical
+from ._door import Door
 
 Chunks = Callable[[], Iterable[np.ndarray]]  # makes a fresh pass over the raw values, in blocks  # rows x columns
 
@@ -27,17 +26,18 @@ _SIDE = 37  # boundaries on each side of zero: two to a decade
 _DRIFT, _EVIDENCE, _WINDOW = 1.75, 3.5, 4  # in deviations a bin, deviations, bins
 
 
-def release(counts: np.ndarray, touched: float, sigma: float, streams: Streams, label: str) -> np.ndarray:
+def release(counts: np.ndarray, touched: float, sigma: float, door: Door, label: str) -> np.ndarray:
     """Sums over records with Gaussian noise: the only door through which statistics of records leave.
 
     Formal guarantees:
         If one record moves the sums by at most √touched in l2 norm (as when it changes `touched` counts, each by one),
-        the release is a Gaussian mechanism with multiplier `sigma` under adding or removing one record.
+        the release is a Gaussian mechanism with multiplier `sigma` under adding or removing one record. With a ledger
+        it is counted there before it happens.
     """
-    return counts + sigma * math.sqrt(touched) * streams.numpy(label).standard_normal(counts.shape)
+    return counts + sigma * math.sqrt(touched) * door.noise(counts, sigma, label)
 
 
-def column_kinds(columns: Sequence[Sequence[Any]], sigma: float, streams: Streams, label: str) -> list[str]:
+def column_kinds(columns: Sequence[Sequence[Any]], sigma: float, door: Door, label: str) -> list[str]:
     """Kinds of columns whose type says nothing (Python objects): by a private vote of their values.
 
     Formal guarantees:
@@ -50,7 +50,7 @@ def column_kinds(columns: Sequence[Sequence[Any]], sigma: float, streams: Stream
             if canonical(value) is not None:
                 flag, number = type(value).__name__ in ("bool", "bool_"), isinstance(value, Number)
                 votes[j, KINDS.index("flag" if flag else "numeric" if number else "categorical")] += 1
-    return [KINDS[int(k)] for k in release(votes, len(columns), sigma, streams, label).argmax(axis=1)]
+    return [KINDS[int(k)] for k in release(votes, len(columns), sigma, door, label).argmax(axis=1)]
 
 
 class Forest:
@@ -67,7 +67,7 @@ class Forest:
         chunks: Passes over the private values.
         columns: Which raw columns are counted.
         sigma: Noise multiplier; 0 counts without noise (not private).
-        streams: Randomness.
+        door: Where the release goes through.
         label: Names the stream; every release needs its own.
     """
 
@@ -77,7 +77,7 @@ class Forest:
         chunks: Chunks,
         columns: Sequence[int],
         sigma: float,
-        streams: Streams,
+        door: Door,
         label: str,
     ) -> None:
         self.boundaries = [np.asarray(b, dtype=np.float64) for b in boundaries]
@@ -94,7 +94,7 @@ class Forest:
             tree.insert(0, tree[0].reshape(len(columns), -1, 2).sum(2))
         touched = self.levels * len(columns)
         self.noise = sigma * math.sqrt(touched)
-        noisy = release(np.concatenate(tree, axis=1), touched, sigma, streams, label)
+        noisy = release(np.concatenate(tree, axis=1), touched, sigma, door, label)
         self.leaves = consistent(np.split(noisy, np.cumsum([level.shape[1] for level in tree])[:-1], axis=1))
         steps = np.concatenate([np.zeros((len(columns), 1)), np.cumsum(self.leaves, axis=1)], axis=1)
         # The best increasing sequence up to a factor: the mean of the running maximum and the reversed running minimum.
@@ -135,9 +135,7 @@ def consistent(tree: list[np.ndarray]) -> np.ndarray:
     return down
 
 
-def ranges(
-    chunks: Chunks, columns: Sequence[int], sigma: float, streams: Streams, label: str
-) -> list[tuple[float, float]]:
+def ranges(chunks: Chunks, columns: Sequence[int], sigma: float, door: Door, label: str) -> list[tuple[float, float]]:
     """A range that holds most values of each column, when nothing is known of it.
 
     Formal guarantees:
@@ -152,7 +150,7 @@ def ranges(
             place = np.searchsorted(boundaries[1:-1], x[np.isfinite(x)], side="right")
             counts[j] += np.bincount(place, minlength=len(boundaries) - 1)
     noise = sigma * math.sqrt(len(columns))
-    noisy = release(counts, len(columns), sigma, streams, label)
+    noisy = release(counts, len(columns), sigma, door, label)
     # By magnitude, smallest first: the bin around zero stands before both sides.
     negative, zero, positive = noisy[:, :_SIDE][:, ::-1], noisy[:, _SIDE : _SIDE + 1], noisy[:, _SIDE + 1 :]
     folded = np.concatenate([zero, negative + positive], axis=1)
@@ -240,7 +238,7 @@ def mixed_grid(low: float, high: float, levels: int) -> np.ndarray:
 
 
 def frequent_buckets(
-    chunks: Chunks, columns: Sequence[int], sigma: float, streams: Streams, label: str, most: int = 256
+    chunks: Chunks, columns: Sequence[int], sigma: float, door: Door, label: str, most: int = 256
 ) -> list[np.ndarray]:
     """Buckets of a public hash that many records of a column fall into, for each column.
 
@@ -257,7 +255,7 @@ def frequent_buckets(
     noise = sigma * math.sqrt(len(columns))
     threshold = 0.5 + THRESHOLD * noise
     result = []
-    for row in release(counts, len(columns), sigma, streams, label):
+    for row in release(counts, len(columns), sigma, door, label):
         passed = np.flatnonzero(row >= threshold)
         best = passed[np.argsort(row[passed])[::-1][:most]]
         result.append(np.sort(best))

@@ -8,11 +8,11 @@ from dataclasses import fields
 from typing import Any
 
 from weightclip._draws import TAIL
-from weightclip._fast_mlp import Run, Settings
 from weightclip._report import _version
 from weightclip.accounting import Mechanism, NegativeBinomialRuns, epsilon, search_cost
 
 from ._encoder import Fitted
+from ._training import Run, Settings
 
 NOT_COVERED = (
     "the number of records, the column names and types, and the list of classes: they count as public",
@@ -58,10 +58,7 @@ def privacy_report(
     }
     if run is not None:
         report["public"] |= {"sample_rate": run.q, "expected_batch_size": run.batch, "steps": run.steps}
-        report["layers"] = [
-            {"name": f"layers.{2 * k}", "parameters": w.numel() + b.numel(), "sensitivity": d, "noise": s}
-            for k, ((w, b), d, s) in enumerate(zip(run.weights, run.sensitivities, run.scales, strict=True))
-        ]
+        report["layers"] = list(run.layers)
     if not secure:
         report["not_covered"].insert(
             0, "anyone who can guess random_state: noise from a seed protects only while it is secret"

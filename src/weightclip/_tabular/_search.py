@@ -18,8 +18,9 @@ from weightclip._streams import Streams
 from weightclip.accounting import Mechanism
 from weightclip.errors import WeightclipError
 
-from ._fit import Plan, fit_classifier, fit_regressor
+from ._fit import fit_classifier, fit_regressor
 from ._model import Model
+from ._plan import Plan
 from ._report import mechanisms_of, searched_epsilon, searched_report
 from ._table import BLOCK, Table
 

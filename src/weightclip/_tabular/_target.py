@@ -9,18 +9,22 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from weightclip._streams import Streams
 from weightclip.accounting import Mechanism
 
 from . import _private as private
 from ._columns import Column
-from ._encoder import FEW_LEVELS, LEVELS
+from ._door import Door
+from ._encoder import FEW_LEVELS, LEVELS, Codes, Encoder
 from ._private import Forest, mixed_grid, ranges
 from ._table import Table
 
 _UNIT = 1.0  # of a target that the network learns, in standard deviations: Huber's loss bounds what lies far out
 _ONE = 2.0**30  # sums are kept in whole units of 1/_ONE
-_REACH = 2.0  # swings and targets are cut at this many units in the last look
+_REACH = 2.5  # swings and targets are cut at this many units in the last look
+_SURE = 1.0  # deviations of its noise that are taken off before the last look is believed
+_FITTED = 0.5  # of each feature, what predictions owe to the noise of the very records they are compared with
+_FOLLOW = 0.7  # where targets follow predictions by this much, nothing is taken back
+Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Target:
 
 
 def fit_target(
-    y: np.ndarray, span: tuple[float, float] | None, sigma: float, streams: Streams, n: int
+    y: np.ndarray, span: tuple[float, float] | None, sigma: float, door: Door, n: int
 ) -> tuple[Target, tuple[Mechanism, ...]]:
     """Range, middle and spread of a target, and what they cost.
 
@@ -57,9 +61,9 @@ def fit_target(
     """
     blocks = Table((Column("target", "numeric"),), y[:, None]).blocks
     coarse, fine = (sigma * math.sqrt(3), sigma * math.sqrt(1.5)) if span is None else (0.0, sigma)
-    whole = span or ranges(blocks, (0,), coarse, streams, "target/range")[0]
+    whole = span or ranges(blocks, (0,), coarse, door, "target/range")[0]
     levels = LEVELS if fine * LEVELS / 2 / n < 0.03 else FEW_LEVELS
-    forest = Forest([mixed_grid(*whole, levels)], blocks, (0,), fine, streams, "target/quantiles")
+    forest = Forest([mixed_grid(*whole, levels)], blocks, (0,), fine, door, "target/quantiles")
     tail = min(0.2, max(0.005, 1.5 * forest.error() / max(forest.totals[0], 1.0)))
     inner = max(tail, 0.1)
     low, left, middle, right, high = forest.quantiles(0, np.array([tail, inner, 0.5, 1 - inner, 1 - tail])).tolist()
@@ -78,35 +82,62 @@ def fit_target(
     return Target(low, high, middle, unit), paid
 
 
-def agreement(
-    blocks: Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]], middle: float, sigma: float, streams: Streams
-) -> float:
-    """The factor, from 0 to 1, by which predictions should swing around `middle`.
+def pretended(encoder: Encoder, rows: int = 2000) -> np.ndarray:
+    """Rows that a table could hold, from the released encoder alone: where numbers lie, and frequent categories.
 
-    With little data the noise of training can move predictions further from the targets than the middle is. Two sums
-    tell how much of a prediction's swing the targets follow; what they do not follow is taken back.
+    Columns are drawn independently, numbers evenly between the released quantiles.
+    """
+    rng, columns = np.random.default_rng(0), []
+    for part in encoder.parts:
+        choices = np.asarray(part.codes if isinstance(part, Codes) else part.edges, dtype=np.float64)
+        if isinstance(part, Codes) or len(choices) < 2:
+            columns.append(rng.choice(choices, rows) if len(choices) else np.full(rows, math.nan))
+            continue
+        place = rng.integers(len(choices) - 1, size=rows)
+        columns.append(choices[place] + rng.random(rows) * (choices[place + 1] - choices[place]))
+    return np.column_stack(columns)
+
+
+def agreement(blocks: Blocks, reference: np.ndarray, features: int, n: int, sigma: float, door: Door) -> float:
+    """The factor, from 0 to 1, by which predictions should swing around the mean of `reference`.
+
+    With little data the noise of training can move predictions further from the targets than their middle is. A sum
+    over the records tells whether the targets follow the predictions; where that is not sure, the swing is taken back.
+    Predictions follow the targets they were fitted to even where there is nothing to learn, the more so the more
+    features they have: that much is taken off, and so is one deviation of the noise.
 
     Args:
-        blocks: Makes a pass over (predictions, targets), both in the units that the network learnt.
-        middle: Prediction for an average record, as released.
+        blocks: Makes a pass over (predictions, targets, sample weights or None), the first two in the units that the
+            network learnt.
+        reference: Predictions for pretended records, which tell middle and swing of predictions at no cost.
+        features: Number of features, as released.
+        n: Public number of records.
         sigma: Noise multiplier; 0 is not private.
-        streams: Randomness.
+        door: Where the release goes through.
 
     Formal guarantees:
-        Releases Σuv and Σu² over records, u and v being prediction and target less the middle, cut to [−1, 1]: one
-        record moves the two by at most √2 in l2 norm, hence one Gaussian mechanism with multiplier `sigma` under
-        adding or removing one record. Terms are whole multiples of 2^-30 and their sums are exact; a record whose
-        target or prediction is not finite counts zero. The factor is post-processing.
+        Releases Σwuv (and with sample weights Σwu²) over records, u and v being prediction and target less the middle
+        in public units, cut to [−1, 1], and w the weight, cut to [0, 1]: one record moves it by at most 1 (both by at
+        most √2 in l2 norm), hence one Gaussian mechanism with multiplier `sigma` under adding or removing one record.
+        Terms are whole multiples of 2^-30 and their sums are exact; a record whose target or prediction is not finite,
+        or whose weight is no number, counts zero. The factor is post-processing.
     """
-    total = np.zeros(2, dtype=np.int64)
-    for predictions, targets in blocks():
+    middle, spread = float(np.mean(reference)), max(float(np.std(reference)), 1e-6)
+    total, weighted = np.zeros(2, dtype=np.int64), False
+
+    def cut(x: np.ndarray, unit: float) -> np.ndarray:
+        return np.clip((x - middle) / (_REACH * unit), -1.0, 1.0)
+
+    for predictions, targets, weights in blocks():
+        w = np.ones_like(targets) if weights is None else np.clip(np.nan_to_num(weights, nan=0.0), 0.0, 1.0)
+        weighted = weights is not None
         good = np.isfinite(predictions) & np.isfinite(targets)
-        u, v = (np.clip((x - middle) / _REACH, -1.0, 1.0) for x in (predictions, targets))
-        u, v = np.where(good, u, 0.0), np.where(good, v, 0.0)
-        total += np.rint(np.stack([u * v, u * u]) * _ONE).astype(np.int64).sum(axis=1)
-    both, own = private.release(total / _ONE, 2 * (1 + 1e-5), sigma, streams, "target/agreement").tolist()
-    noise = sigma * math.sqrt(2)
-    own = max(own, 1.5 * noise, 1e-9)
-    slope = both / own
-    # Only what is surely noise is taken back: one deviation is added before the slope is believed to be small.
-    return min(1.0, max(0.0, slope + noise * math.sqrt(1 + min(slope, 1.0) ** 2) / own))
+        u, v = np.where(good, cut(predictions, spread), 0.0), np.where(good, cut(targets, 1.0), 0.0)
+        total += np.rint(np.stack([w * u * v, w * u * u]) * _ONE).astype(np.int64).sum(axis=1)
+    sums, touched = total[: 2 if weighted else 1] / _ONE, 2.0 if weighted else 1.0
+    both, *own = private.release(sums, touched * (1 + 1e-5), sigma, door, "target/agreement").tolist()
+    noise = sigma * math.sqrt(touched)
+    # With weights nobody knows in public how many records there are in effect; without, there are n.
+    swing = max(own[0], 1.5 * noise, 1e-9) if own else n * max(float(np.mean(cut(reference, spread) ** 2)), 1e-9)
+    doubt = _SURE * noise + _FITTED * features / (_REACH**2 * spread)
+    return min(1.0, max(0.0, (both - doubt) / (_FOLLOW * spread * swing)))

@@ -86,18 +86,20 @@ def falsify(
     if isinstance(target, Subject):
         target = target.start(target.ordinary(2, seed), 0.0)
     engine = target.engine if isinstance(target, Run) else target
-    if engine._release.knorm is not None:
+    if engine.training.release.knorm is not None:
         raise WeightclipError("the falsifier measures l2 norms: audit a K-norm mechanism with pure_law.")
     subject = target.subject if isinstance(target, Run) else Subject.of(engine)
     if ordinary is None:
         ordinary = subject.ordinary(64, seed)
     searched, confirm = engine, None
-    if any(t is not None for t in engine._release.joint):
+    if any(t is not None for t in engine.training.release.joint):
         # a joint cap is applied after the backward pass, which cannot be differentiated: search under separate caps
         bounds = _separate(subject.bounds, list(engine.plan.layers))
         searched = replace(subject, bounds=bounds, physical=None).start(ordinary, 0.0, rate=1.0).engine
         confirm = _through_engine(subject)
-    elif any(e.uses > 1 and not e.layer._wc_flags & BOUND for e in engine._collector.entries):  # uses share one cap
+    elif any(
+        e.uses > 1 and not e.layer._wc_flags & BOUND for e in engine.training.collector.entries
+    ):  # uses share one cap
         confirm = _through_engine(subject)
     with torch.random.fork_rng(devices=[]), opened(searched):
         torch.manual_seed(seed)
@@ -112,7 +114,7 @@ def summed_gradient(engine: PrivacyEngine, x: Tensor, y: Tensor, units: list[flo
     The engine must be :func:`opened`. Not for joint caps.
     """
     assert engine.model is not None
-    blocks = engine._release.blocks
+    blocks = engine.training.release.blocks
     logits = engine.model(x)
     cotangent = engine.criterion.loss.gradient(logits.detach(), y)
     grads = torch.autograd.grad(logits, [b.parameter for b in blocks], cotangent)
@@ -126,16 +128,17 @@ def opened(engine: PrivacyEngine) -> Iterator[None]:
     Layers return their products as gradients, with radii and caps but without the limit that stands for a certified
     bound: whether that bound is true is what a search wants to know.
     """
-    gate, layers = engine._gate, [m for entry in engine._collector.entries for m in (entry.layer, *entry.tied)]
-    before, flags = gate.engine, [layer._wc_flags for layer in layers]
-    gate.engine = None
+    gate, entries = engine.training.gate, engine.training.collector.entries
+    layers = [layer for entry in entries for layer in (entry.layer, *entry.tied)]
+    before, flags = gate.owner, [layer._wc_flags for layer in layers]
+    gate.owner = None
     for layer in layers:
         layer._wc_sink.on = False
         layer._wc_flags &= ~(CAP | BOUND) if layer._wc_flags & BOUND else -1
     try:
         yield
     finally:
-        gate.engine = before
+        gate.owner = before
         for layer, flag in zip(layers, flags, strict=True):
             layer._wc_sink.on, layer._wc_flags = True, flag
 
@@ -172,7 +175,7 @@ class _Search:
         self.parameters = {k: v.detach() for k, v in self.model.named_parameters()}
         self.names = {id(p): k for k, p in self.model.named_parameters()}
         self.layers = len(engine.plan.layers)
-        sensitivities = engine._release.sensitivities(engine._evaluate())
+        sensitivities = engine.training.release.sensitivities(engine.training.sensitivity.evaluate())
         self.weights = sensitivities.square().reciprocal()
         self.units = torch.tensor(units_of(engine, sensitivities), dtype=torch.float64).square().reciprocal()
         self.radius = engine.bounds.projections().get("", math.inf)
@@ -191,7 +194,7 @@ class _Search:
         z, pull = run[0], run[1]
         gradients = pull(self.loss.gradient(z, y[None]))[0]
         total = [x.new_zeros((), dtype=torch.float64) for _ in range(self.layers)]
-        for block in self.engine._release.blocks:
+        for block in self.engine.training.release.blocks:
             g = gradients[self.names[id(block.parameter)]]
             total[block.layer] = total[block.layer] + (block.beta * g.double()).square().sum()
         return torch.stack(total)
@@ -283,7 +286,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 def _report(engine: PrivacyEngine, name: str, best: Any, ordinary: Records, confirm: Any) -> Falsification:
     paths = list(engine.plan.layers)
-    sensitivities = engine._release.sensitivities(engine._evaluate())
+    sensitivities = engine.training.release.sensitivities(engine.training.sensitivity.evaluate())
     units = units_of(engine, sensitivities)
 
     def evaluate(x: Tensor, y: Tensor) -> tuple[list[float], float]:
@@ -308,7 +311,7 @@ def _report(engine: PrivacyEngine, name: str, best: Any, ordinary: Records, conf
 
 
 def _layer_norms(engine: PrivacyEngine, release: Tensor, units: list[float]) -> list[float]:
-    blocks = engine._release.blocks
+    blocks = engine.training.release.blocks
     squares = [0.0] * len(units)
     for block, part in zip(blocks, release.split([b.parameter.numel() for b in blocks]), strict=True):
         squares[block.layer] += float(part.square().sum()) * units[block.layer] ** 2

@@ -67,7 +67,7 @@ def pure_law(subject: Subject, p: float, pairs: Sequence[Neighbours], trials: in
 
 def _norm(run: Run, vector: torch.Tensor, p: float) -> float:
     """max_k ||x_k||_p / Delta_k, biases times beta."""
-    release, deltas = run.engine._release, run.engine._sensitivities.tolist()
+    release, deltas = run.engine.training.release, run.engine.training.sensitivity.values.tolist()
     layers: list[list[torch.Tensor]] = [[] for _ in deltas]
     for block, part in zip(release.blocks, vector.split([b.parameter.numel() for b in release.blocks]), strict=True):
         layers[block.layer].append(block.beta * part)

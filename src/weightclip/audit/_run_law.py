@@ -138,7 +138,7 @@ def run_law(
     q = subject.rate
     mu = math.sqrt(sum(s**2 for s in shifts)) / sigma if q == 1 else 0.0
     return RunLaw(
-        subject.name, sigma, _normal(np.stack(residuals), [b.parameter.numel() for b in noisy.engine._release.blocks]),
+        subject.name, sigma, _normal(np.stack(residuals), noisy.engine.training.release.sizes),
         _dependence(np.stack(residuals), np.stack(signals)),
         max(s if math.isfinite(s) else math.inf for s in shifts), _sampling(with_it, np.array(shifts) > 1e-6),
         gdp_epsilon(mu, delta) if 0 < mu < 1e3 else (0.0 if mu == 0 else math.inf),

@@ -83,8 +83,8 @@ class Subject:
 
         return cls(
             name, lambda: copy.deepcopy(frozen), engine.criterion.native, engine.bounds, records,
-            engine.expected_batch_size, engine.loader.sample_rate, engine.loader._piece_size,
-            engine._release.allocation,
+            engine.expected_batch_size, engine.loader.sample_rate, engine.loader.piece_size,
+            engine.training.release.allocation,
         )  # fmt: skip
 
     @property
@@ -124,10 +124,10 @@ class Run:
             generator=torch.Generator().manual_seed(seed), allocation=subject.allocation,
             augmentation_multiplicity=subject.views, mechanism=subject.mechanism,
         )  # fmt: skip
-        release = self.engine._release
+        release = self.engine.training.release
         # gradients of effective weights as they are released, before they are pulled back to the parameters
         release.blocks = [replace(b, pull_back=None) for b in release.blocks]
-        self._quantiles = self.engine._quantiles
+        self._quantiles = self.engine.training.quantiles
         self._limits = [] if self._quantiles is None else [m._wc_limits for m in self._quantiles.modules.values()]
         self._batches = self._endless()
 
@@ -148,7 +148,7 @@ class Run:
                 loss = self.criterion(self.model(x), y)
             loss.backward()
             self.optimizer.step()
-            info = self.engine._info
+            info = self.engine.training.info
             if info is None or info.last:
                 return self.released()
 
@@ -157,7 +157,7 @@ class Run:
         self.step()
         return self.subject.batch * torch.cat([b.parameter.grad.double().flatten() if b.parameter.grad is not None
                                                else torch.zeros(b.parameter.numel(), dtype=torch.float64)
-                                               for b in self.engine._release.blocks])  # fmt: skip
+                                               for b in self.engine.training.release.blocks])  # fmt: skip
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         kind = self.subject.autocast
@@ -166,7 +166,7 @@ class Run:
     def released(self) -> Tensor:
         """The last release in units."""
         parts = []
-        for block, unit in zip(self.engine._release.blocks, self.block_units(), strict=True):
+        for block, unit in zip(self.engine.training.release.blocks, self.block_units(), strict=True):
             grad = block.parameter.grad
             value = torch.zeros_like(block.parameter) if grad is None else grad
             parts.append(value.detach().double().flatten() * (self.subject.batch * block.beta / unit))
@@ -185,7 +185,7 @@ class Run:
 
     def layer_units(self) -> list[float]:
         """s_k/sigma of each layer, as the engine computed them for the last step."""
-        units, q = units_of(self.engine, self.engine._sensitivities), self._quantiles
+        units, q = units_of(self.engine, self.engine.training.sensitivity.values), self._quantiles
         if q is None:
             return units
         share = quantile_adjusted_sigma(self.unit, len(q.queries), q.sigma_b) / self.unit  # of the budget
@@ -194,11 +194,11 @@ class Run:
     def block_units(self) -> list[float]:
         """The unit of each parameter's coordinates."""
         units = self.layer_units()
-        return [units[block.layer] for block in self.engine._release.blocks]
+        return [units[block.layer] for block in self.engine.training.release.blocks]
 
     def layer_norms(self, release: Tensor) -> dict[str, float]:
         """Per layer, the l2 norm (in the sum over records, bias times beta) of a vector given in units."""
-        blocks, units = self.engine._release.blocks, self.layer_units()
+        blocks, units = self.engine.training.release.blocks, self.layer_units()
         sizes = [b.parameter.numel() for b in blocks]
         squares = [0.0] * len(units)
         for block, part in zip(blocks, release[: sum(sizes)].split(sizes), strict=True):
@@ -210,7 +210,7 @@ class Run:
         return [t.detach().clone() for t in self._state()]
 
     def _state(self) -> list[Tensor]:
-        return [*(b.parameter for b in self.engine._release.blocks), *self._limits]
+        return [*(b.parameter for b in self.engine.training.release.blocks), *self._limits]
 
     @torch.no_grad()
     def set_weights(self, weights: Sequence[Tensor]) -> None:
@@ -226,7 +226,7 @@ class Run:
 
 def units_of(engine: PrivacyEngine, sensitivities: Tensor) -> list[float]:
     """s_k/sigma of each layer, as the engine allots them."""
-    release = engine._release
+    release = engine.training.release
     before, release.sigma = release.sigma, 1.0
     try:
         return release.scales(sensitivities).tolist()

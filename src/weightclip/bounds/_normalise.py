@@ -1,4 +1,7 @@
-"""Normalisation layers (safe and plain), projections and the other fixed maps of ``weightclip.nn``."""
+"""Normalisation layers (safe and plain), projections and the other fixed maps of ``weightclip.nn``.
+
+The gains and factors are those of SOUNDNESS Theorem 9.
+"""
 
 from __future__ import annotations
 

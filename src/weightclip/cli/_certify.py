@@ -86,12 +86,13 @@ def _certificate(fitted, settings: dict[str, Any]):
     if fitted.task == "regression":
         loss: Any = losses.L1() if cap is None else losses.Huber(delta=cap)
     elif fitted.outputs == 1:
-        loss = losses.BCEWithLogits(cap=cap)
+        loss = losses.BCEWithLogits(temperature=settings["temperature"], scale_by_temperature=True, cap=cap)
     else:
         loss = losses.CrossEntropy(temperature=settings["temperature"], scale_by_temperature=True, cap=cap)
     joint = settings["joint_cap"]
     bounds = wc.Bounds(
-        input_radius=settings["input_radius"], bias_scale=settings["bias_scale"], weight_norm=settings["weight_norm"],
+        input_radius=fitted.encoder.radius * (1 + 1e-6),  # where the encoder puts every record
+        bias_scale=settings["bias_scale"], weight_norm=settings["weight_norm"],
         joint_cap=joint[0] if isinstance(joint, list) else joint,
     )  # fmt: skip
     return wc.certify(module, loss, example=torch.zeros(1, fitted.encoder.width), bounds=bounds)

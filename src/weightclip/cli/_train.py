@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +41,10 @@ def train(
     seed: Annotated[int | None, typer.Option(help="repeatable noise, for experiments only")] = None,
     accountant: Annotated[str, typer.Option(help="pld or rdp")] = "pld",
     overwrite: Annotated[bool, typer.Option(help="replace an older model folder")] = False,
+    ledger: Annotated[
+        Path | None, typer.Option(help="file that counts every release before it happens; epsilon is its total")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="go on with a run that was interrupted (needs --ledger)")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the privacy report as JSON")] = False,
 ) -> None:  # fmt: skip
     """Train a private model on a table and write a model folder.
@@ -48,14 +54,9 @@ def train(
     from weightclip._streams import Streams
     from weightclip._tabular import _defaults, _files, _folder
     from weightclip._tabular._checks import check_budget
-    from weightclip._tabular._fit import (
-        NonPrivateScaling,
-        Plan,
-        PrivateScaling,
-        PublicScaling,
-        fit_classifier,
-        fit_regressor,
-    )
+    from weightclip._tabular._fit import fit_classifier, fit_regressor
+    from weightclip._tabular._plan import NonPrivateScaling, Plan, PrivateScaling, PublicScaling
+    from weightclip._tabular._resume import Checkpoint
 
     regression = _task(task)
     if public_scaling and non_private_scaling:
@@ -68,6 +69,7 @@ def train(
     if not regression and known.target_range is not None:
         raise WeightclipError("--target-range belongs to --task regression.")
     _folder.check_place(out, overwrite, "--out ")
+    kept = _resumable(out, ledger, resume, non_private_scaling)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         reading = bar.add_task("reading", total=None)
@@ -101,8 +103,9 @@ def train(
             epsilon, _defaults.delta(n) if delta is None else delta, how, chosen, accountant,
             Streams.secure() if seed is None else Streams.seeded(seed),
             progress=shown,
-            not_covered=tuple(notes), records=n,
-        )  # fmt: skip
+            not_covered=tuple(notes), records=n, ledger=ledger,
+            checkpoint=None if kept is None else Checkpoint(kept, _options(locals())),
+        ).counted()  # fmt: skip
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if n * epsilon < 200:
@@ -124,12 +127,37 @@ def train(
                 codes = _codes(loaded.target, len(loaded.classes))
                 model, report, _ = fit_classifier(loaded.table, codes, loaded.classes, target, plan)
         _folder.save(out, model.tensors(), model.pipeline(), report, overwrite=overwrite)
+        if kept is not None:
+            shutil.rmtree(kept, ignore_errors=True)
     for warning in caught:
         console.print(f"[yellow]warning:[/yellow] {escape(str(warning.message))}", highlight=False)
     if as_json:
         print(json.dumps(report))
     else:
         print(f"{out}: {report['statement']}")
+
+
+def _resumable(out: Path, ledger: Path | None, resume: bool, unpaid: bool) -> Path | None:
+    """The folder beside the model in which an interrupted run is found again; None without a ledger."""
+    if ledger is None:
+        if resume:
+            raise WeightclipError("--resume needs --ledger: only a ledger knows what an interrupted run has released.")
+        return None
+    if unpaid:
+        raise WeightclipError("--ledger and --non-private-scaling exclude each other: no ledger can count that.")
+    kept = Path(os.path.abspath(out))
+    kept = kept.with_name(kept.name + ".resume")
+    if kept.exists() and not resume:
+        raise WeightclipError(f"a run for --out {out} was interrupted: go on with --resume, or remove {kept}.")
+    if kept.is_symlink() or (kept.exists() and not kept.is_dir()):
+        raise WeightclipError(f"{kept} is no folder of an interrupted run: move it away.")
+    return kept
+
+
+def _options(given: dict[str, Any]) -> str:
+    """What a run is resumed with must be what it was started with."""
+    names = ("target", "epsilon", "delta", "task", "known", "hidden", "epochs", "n", "how", "seed", "accountant")
+    return repr([(name, given[name]) for name in names])
 
 
 def _task(task: str) -> bool:

@@ -48,7 +48,7 @@ def tune(
     from weightclip._streams import Streams
     from weightclip._tabular import _defaults, _files, _folder
     from weightclip._tabular._checks import check_budget
-    from weightclip._tabular._fit import Plan, PrivateScaling
+    from weightclip._tabular._plan import Plan, PrivateScaling
     from weightclip._tabular._search import SearchPlan, Task, search
     from weightclip.cli._train import _check_settings, _codes, _schema, _task
 

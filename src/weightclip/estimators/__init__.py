@@ -2,9 +2,9 @@
 
 from weightclip._tabular._columns import Column as Column
 from weightclip._tabular._columns import Schema as Schema
-from weightclip._tabular._fit import NonPrivateScaling as NonPrivateScaling
-from weightclip._tabular._fit import PrivateScaling as PrivateScaling
-from weightclip._tabular._fit import PublicScaling as PublicScaling
+from weightclip._tabular._plan import NonPrivateScaling as NonPrivateScaling
+from weightclip._tabular._plan import PrivateScaling as PrivateScaling
+from weightclip._tabular._plan import PublicScaling as PublicScaling
 
 from ._calibrate import calibrate as calibrate
 from ._classifier import LipDPClassifier as LipDPClassifier

@@ -17,9 +17,10 @@ from weightclip._streams import Streams
 from weightclip._tabular import _defaults, _folder
 from weightclip._tabular._checks import check_budget
 from weightclip._tabular._columns import Column, Schema, canonical
-from weightclip._tabular._fit import NonPrivateScaling, Plan, PrivateScaling, PublicScaling, find_kinds
+from weightclip._tabular._fit import find_kinds
 from weightclip._tabular._model import Model
 from weightclip._tabular._onnx import to_onnx
+from weightclip._tabular._plan import NonPrivateScaling, Plan, PrivateScaling, PublicScaling
 from weightclip._tabular._table import (
     Table,
     array_columns,
@@ -56,7 +57,7 @@ class LipDP(BaseEstimator):
         batch_fraction: float | None = None, learning_rate: float | None = None, gradient_cap: float | None = None,
         joint_cap: float | None = None, temperature: float | None = None, bias_scale: float | None = None,
         weight_norm: float | None = None, accountant: str = "pld", random_state: Any = None,
-        n_records: int | None = None, verbose: int = 0,
+        n_records: int | None = None, ledger: Any = None, verbose: int = 0,
         n_jobs: int | None = None,
     ) -> None:  # fmt: skip
         self.epsilon = epsilon
@@ -77,6 +78,7 @@ class LipDP(BaseEstimator):
         self.accountant = accountant
         self.random_state = random_state
         self.n_records = n_records
+        self.ledger = ledger
         self.verbose = verbose
         self.n_jobs = n_jobs
 
@@ -113,8 +115,8 @@ class LipDP(BaseEstimator):
         return Plan(
             float(self.epsilon), float(delta), how, chosen, self.accountant, self._streams(),
             loss=getattr(self, "loss", "huber"), progress=Progress() if self.verbose else None,
-            not_covered=tuple(not_covered), records=n,
-        )  # fmt: skip
+            not_covered=tuple(not_covered), records=n, ledger=None if self.ledger is None else Path(self.ledger),
+        ).counted()  # fmt: skip
 
     def _streams(self) -> Streams:
         state = self.random_state

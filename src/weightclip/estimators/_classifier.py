@@ -49,13 +49,15 @@ class LipDPClassifier(ClassifierMixin, LipDP):
             while it is secret.
         n_records: Public number of records, from which q, the steps and the default δ follow; None declares the true
             number public.
+        ledger: File in which every release is counted, durably, before it happens. Fits on one ledger share `epsilon`:
+            it is the total of all of them, and a fit for which nothing is left is refused.
         verbose: Whether to show progress.
         n_jobs: Threads to compute with; None leaves torch's.
         classes: Public list of class labels; None takes those found in y, which counts them as public.
 
     Attributes:
         classes_: Class labels.
-        epsilon_: ε of this fit, recomputed from what was released.
+        epsilon_: ε of this fit (with a ledger: of all that is in it), recomputed from what was released.
         privacy_report_: JSON-ready statement.
         n_features_in_: Number of columns.
 
@@ -74,7 +76,7 @@ class LipDPClassifier(ClassifierMixin, LipDP):
         batch_fraction: float | None = None, learning_rate: float | None = None, gradient_cap: float | None = None,
         joint_cap: float | None = None, temperature: float | None = None, bias_scale: float | None = None,
         weight_norm: float | None = None, accountant: str = "pld", random_state: Any = None,
-        n_records: int | None = None, verbose: int = 0,
+        n_records: int | None = None, ledger: Any = None, verbose: int = 0,
         n_jobs: int | None = None, classes: Sequence[Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -82,7 +84,8 @@ class LipDPClassifier(ClassifierMixin, LipDP):
             preprocessing=preprocessing, hidden_layer_sizes=hidden_layer_sizes, epochs=epochs,
             batch_fraction=batch_fraction, learning_rate=learning_rate, gradient_cap=gradient_cap,
             joint_cap=joint_cap, temperature=temperature, bias_scale=bias_scale, weight_norm=weight_norm,
-            accountant=accountant, random_state=random_state, n_records=n_records, verbose=verbose, n_jobs=n_jobs,
+            accountant=accountant, random_state=random_state, n_records=n_records, ledger=ledger,
+            verbose=verbose, n_jobs=n_jobs,
         )  # fmt: skip
         self.classes = classes
 
@@ -101,8 +104,8 @@ class LipDPClassifier(ClassifierMixin, LipDP):
                 cut beyond. A weight is a private part of its record.
 
         Formal guarantees:
-            Everything the fitted estimator holds is (epsilon_, delta_)-DP under adding or removing one record, given
-            the number of records, the columns' names and types, the classes and the parameters. Labels outside
+            Everything the fitted estimator holds is (``epsilon_``, ``delta_``)-DP under adding or removing one record,
+            given the number of records, the columns' names and types, the classes and the parameters. Labels outside
             `classes` contribute nothing.
         """
         if y is None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from sklearn.base import RegressorMixin
 
-from weightclip._tabular._fit import PublicScaling, fit_regressor
+from weightclip._tabular._fit import fit_regressor
+from weightclip._tabular._plan import PublicScaling
 from weightclip._tabular._table import to_numbers
 from weightclip.errors import WeightclipError
 
@@ -43,7 +44,7 @@ class LipDPRegressor(RegressorMixin, LipDP):
         batch_fraction: float | None = None, learning_rate: float | None = None, gradient_cap: float | None = None,
         joint_cap: float | None = None, temperature: float | None = None, bias_scale: float | None = None,
         weight_norm: float | None = None, accountant: str = "pld", random_state: Any = None,
-        n_records: int | None = None, verbose: int = 0,
+        n_records: int | None = None, ledger: Any = None, verbose: int = 0,
         n_jobs: int | None = None, loss: str = "huber", target_bounds: tuple[float, float] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -51,7 +52,8 @@ class LipDPRegressor(RegressorMixin, LipDP):
             preprocessing=preprocessing, hidden_layer_sizes=hidden_layer_sizes, epochs=epochs,
             batch_fraction=batch_fraction, learning_rate=learning_rate, gradient_cap=gradient_cap,
             joint_cap=joint_cap, temperature=temperature, bias_scale=bias_scale, weight_norm=weight_norm,
-            accountant=accountant, random_state=random_state, n_records=n_records, verbose=verbose, n_jobs=n_jobs,
+            accountant=accountant, random_state=random_state, n_records=n_records, ledger=ledger,
+            verbose=verbose, n_jobs=n_jobs,
         )  # fmt: skip
         self.loss = loss
         self.target_bounds = target_bounds

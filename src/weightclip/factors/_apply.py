@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weightclip.errors import ContractError
 from weightclip.factors._affine import AffineFunction
-from weightclip.factors._conv import ConvFunction
+from weightclip.factors._conv import ConvFunction, laid_as
 from weightclip.factors._copies import Copied, plain
 from weightclip.factors._dense import DenseFunction
 from weightclip.factors._embedding import EmbeddingFunction
@@ -44,6 +44,8 @@ def apply(function: Any, part: Any, x: Tensor, weight: Tensor, bias: Tensor | No
         way = part._wc_token, sink.key, sink.anchor
         if passes is not None and (isinstance(x, Copied) or (part._wc_lone and passes.is_copy(part, x.dim()))):
             return _copied(function, part, x, weight, bias, passes, (*way, *conf))
+    if function is ConvFunction:
+        x = laid_as(x, weight)
     chosen = function if compiling or transforming() else EAGER[function]
     return chosen.apply(x, weight, bias, *way, *conf)
 

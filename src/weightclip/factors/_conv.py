@@ -38,9 +38,7 @@ from weightclip.factors._limits import (
     wide,
 )
 from weightclip.factors._record_norms import CHANNEL, FREE, Geometry, conv_record_norm
-from weightclip.factors._tiles import Window, fits_tiles, tf32_allowed, tile_norms, tile_sums
-
-_NARROW = 8  # input channels below which tiles read memory too slowly
+from weightclip.factors._tiles import Window, fits_tiles, tile_norms, tile_sums
 
 
 def patch_counts(size: int, kernel: int, stride: int, dilation: int, padding: int, out: int, like: Tensor) -> Tensor:
@@ -262,9 +260,9 @@ def _odd(shape: Shape) -> bool:
 
 def _tiled(x: Tensor, d: Tensor, shape: Shape, product: torch.dtype) -> bool:
     """Whether tensor cores form the product of one record at a time."""
-    if product != torch.float32 or x.dim() != 4 or shape.groups > 1 or shape.transposed or x.shape[1] < _NARROW:
+    if product != torch.float32 or x.dim() != 4 or shape.groups > 1 or shape.transposed:
         return False
-    return fits_tiles(x, d, math.prod(d.shape[2:]), tf32_allowed(convolution=True))
+    return fits_tiles(x, d, math.prod(d.shape[2:]), convolution=True)
 
 
 def conv_scale(
@@ -312,6 +310,16 @@ def conv_sums(
     return weight, bias
 
 
+def laid_as(value: Tensor, weight: Tensor) -> Tensor:
+    """Channels last where the kernel is: the convolution reads it so, and so do tiles, with one copy for both.
+
+    What comes from a normalisation by groups usually is not, whatever went into it.
+    """
+    if weight.dim() != 4 or weight.is_contiguous() or not weight.is_contiguous(memory_format=torch.channels_last):
+        return value
+    return value.contiguous(memory_format=torch.channels_last)
+
+
 class ConvFunction(torch.autograd.Function):
     """Native convolution forward; backward with bounded factors in the weight gradient only (see DenseFunction)."""
 
@@ -341,6 +349,7 @@ class ConvFunction(torch.autograd.Function):
         flags, beta, dtype, chunk = ctx.settings
         stride, padding, dilation, groups, transposed, extra = ctx.conf
         gx = gw = gb = None
+        d = laid_as(d, weight)
         with no_autocast(d.device.type):
             if ctx.needs_input_grad[0]:
                 gx = torch.ops.aten.convolution_backward(

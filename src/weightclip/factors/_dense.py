@@ -26,7 +26,7 @@ from weightclip.factors._limits import (
     transforming,
     unchunked,
 )
-from weightclip.factors._tiles import fits_tiles, tf32_allowed, tile_norms, tile_sums
+from weightclip.factors._tiles import fits_tiles, tile_norms, tile_sums
 
 _CACHE = 1 << 20  # entries of a float64 copy that stays in the cache
 
@@ -70,7 +70,7 @@ def _tiled(x: Tensor, d: Tensor, product: torch.dtype) -> bool:
     """Whether tensor cores form the product of one record at a time."""
     if product != torch.float32:
         return False
-    return fits_tiles(x, d, math.prod(x.shape[1:-1]), tf32_allowed(convolution=False))
+    return fits_tiles(x, d, math.prod(x.shape[1:-1]), convolution=False)
 
 
 def _rows(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:

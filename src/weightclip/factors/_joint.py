@@ -14,6 +14,7 @@ from weightclip.factors import _kinds
 from weightclip.factors._dense import dense_factors, position_gram
 from weightclip.factors._embedding import embedding_factors, embedding_norm
 from weightclip.factors._limits import product_rounding
+from weightclip.factors._own import Own, own_gradients
 
 _SMALL = 2**20  # entries of a parameter whose per-record gradients are formed (in chunks of records)
 _CHUNK = 2**23  # entries of such a chunk
@@ -29,6 +30,7 @@ class Use:
     d: Tensor
     conf: Sequence[int]
     m: int = 1
+    own: Own | None = None  # its records' gradients, if they were formed for their norms
 
     @property
     def turned(self) -> bool:
@@ -43,6 +45,8 @@ class Use:
 
     def scaled(self, scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Sums over records for these scales of records."""
+        if self.own is not None:
+            return self.own.sums(scale, self.part.weight)
         rows = scale if scale is None or self.m == 1 else scale.repeat_interleave(self.m)
         return _kinds.sums(self.part, self.x, self.d, rows, self.conf)
 
@@ -69,8 +73,9 @@ def norm_over(uses: Sequence[Use], way: int) -> Tensor:
 
 def _norm_of_one(uses: list[Use], way: int) -> Tensor:
     if len(uses) == 1:
-        x, d, conf = uses[0].grouped()
-        return _kinds.norm(uses[0].part, x, d, way, conf)
+        (use,), (x, d, conf) = uses, uses[0].grouped()
+        use.own = own_gradients(use.part, x, d, conf, way)
+        return _kinds.norm(use.part, x, d, way, conf) if use.own is None else use.own.norm(_kinds.beta_of(use.part))
     alike = len({_kinds.trains(use.part) for use in uses}) == 1
     simple = all(_kinds.kind_of(u.part) in (_kinds.DENSE, _kinds.EMBEDDING) for u in uses)
     if alike and simple and _kinds.trains(uses[0].part)[0]:

@@ -1,8 +1,8 @@
 """Weight gradients on CUDA in one kernel: records are scaled, multiplied and summed in float64 without any copy.
 
 A float32 sum over a batch may move by several times one record's contribution when that record is added (SOUNDNESS
-section 6); in float64 it does not. Tensor cores multiply in float64 about as fast as others do in float32, so the only
-price to avoid is that of float64 copies: this kernel reads activations and cotangents as they lie in memory.
+Theorems 21 and 24); in float64 it does not. Tensor cores multiply in float64 about as fast as others do in float32, so
+the only price to avoid is that of float64 copies: this kernel reads activations and cotangents as they lie in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from weightclip.factors._limits import KIND_SHIFT, SMALLEST, TINY, transforming
 
 _TOGETHER = 1 << 30  # multiply-adds below which a launch costs more than what a bias slows the larger kernel down
 _PROGRAMS = 1056  # about eight for each multiprocessor of a large GPU
-_MOST_PARTS = 32  # of a record's squares
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -147,41 +146,36 @@ def fused_scale(
     """
     out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     x_size, d_size, tiny = x.numel() // len(x), d.numel() // len(d), torch.finfo(torch.float32).tiny
-    parts = parts_of(len(x), max(x_size, d_size))
-    if parts > 1:
-        found = fused_moments(x, d, parts, counts)
-        launch(
-            _kernels().finish, (x.shape[0], 1, 1),
-            found, limits, out, tiny * x_size, tiny * d_size, float(bias), parts, flags, TINY, SMALLEST, _MOST_PARTS,
-            num_warps=1,
-        )  # fmt: skip
-        return out
     last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
+    block, warps = _at_once(len(x), max(x_size, d_size))
     launch(
         _kernels().scales, (x.shape[0], 1, 1),
         x, d, x if counts is None else counts, limits, out, x_size, d_size, x.stride(0), d.stride(0),
         1 if counts is None else counts.numel(), tiny * x_size, tiny * d_size, float(bias), counts is not None,
-        x.shape[1] if last else 0, flags, TINY, SMALLEST, 1024 if max(x_size, d_size) > 512 else 128, num_warps=4,
+        x.shape[1] if last else 0, flags, TINY, SMALLEST, block, num_warps=warps,
     )  # fmt: skip
     return out
 
 
-def parts_of(records: int, size: int) -> int:
-    """Into how many parts the norms of a record of that size are cut: enough programs for the device, none tiny."""
-    return max(1, min(_MOST_PARTS, _PROGRAMS // max(1, records), size // 4096))
-
-
-def fused_moments(x: Tensor, d: Tensor, parts: int, counts: Tensor | None = None) -> Tensor:
-    """Sums of squares of each record's inputs (weighted by ``counts``) and cotangents: (records, 2, parts), float32."""
-    found = torch.empty(x.shape[0], 2, parts, dtype=torch.float32, device=x.device)
+def fused_moments(x: Tensor, d: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Sums of squares of each record's inputs (weighted by ``counts``) and cotangents: (records, 2), float32."""
+    found = torch.empty(x.shape[0], 2, dtype=torch.float32, device=x.device)
     last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
+    x_size, d_size = x.numel() // len(x), d.numel() // len(d)
+    block, warps = _at_once(len(x), max(x_size, d_size))
     launch(
-        _kernels().moments, (x.shape[0], parts, 1),
-        x, d, x if counts is None else counts, found, x.numel() // len(x), d.numel() // len(d), x.stride(0),
-        d.stride(0), 1 if counts is None else counts.numel(), counts is not None, x.shape[1] if last else 0, 1024,
-        num_warps=4,
+        _kernels().moments, (x.shape[0], 1, 1),
+        x, d, x if counts is None else counts, found, x_size, d_size, x.stride(0), d.stride(0),
+        1 if counts is None else counts.numel(), counts is not None, x.shape[1] if last else 0, block, num_warps=warps,
     )  # fmt: skip
     return found
+
+
+def _at_once(records: int, size: int) -> tuple[int, int]:
+    """Numbers a program reads at once, and its warps: many where few programs share a device."""
+    if size > 16384 and records < _PROGRAMS // 4:
+        return 8192, 16
+    return (1024 if size > 512 else 128), 4
 
 
 def fused_norms(x: Tensor, d: Tensor, bias: float, counts: Tensor | None = None) -> Tensor:
@@ -228,13 +222,17 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) 
     """``kernel[grid](*args, **options)``, in a fraction of the host's time once such arguments have been seen.
 
     Triton looks at every argument to find the compiled variant: at types, alignments, and whether numbers are one or
-    multiples of 16. The same numbers and alignments find the same one. All arguments are given by position.
+    multiples of 16. The same numbers and alignments find the same one. All arguments are given by position, tensors
+    first.
     """
     device = args[0].get_device()
     if device >= 0 and device != torch.cuda.current_device():  # kernels start on the current one
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, **options)
-    key = (id(kernel), device, *[(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else a for a in args])
+    tensors = 1
+    while isinstance(args[tensors], Tensor):  # they come first
+        tensors += 1
+    key = (id(kernel), device, args[tensors:], *[(a.dtype, a.data_ptr() % 16) for a in args[:tensors]])
     found = _compiled.get(key)
     if found is not None:
         found[grid](*args)

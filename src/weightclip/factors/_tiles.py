@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weightclip.factors._kernel import fits, fused_moments, launch, parts_of
+from weightclip.factors._kernel import fits, fused_moments, launch
 
 FEWEST = 16  # positions below which float64 products are as fast: the tile would be mostly padding
 WIDEST_GRAM = 128  # positions whose Gram matrix is one tile
@@ -37,11 +37,12 @@ class Window(NamedTuple):
 POINT = Window()
 
 
-def fits_tiles(x: Tensor, d: Tensor, places: int, tf32: bool) -> bool:
+def fits_tiles(x: Tensor, d: Tensor, places: int, convolution: bool) -> bool:
     """Whether tiles can take these factors: on a GPU with Triton, 16 bits each, or float32 where TF32 is allowed."""
-    if x.dtype != d.dtype or places < FEWEST or not (x.dtype in (torch.bfloat16, torch.float16) or tf32):
+    if not x.is_cuda or x.dtype != d.dtype or places < FEWEST:
         return False
-    return fits(x, d)
+    # float64 products of dense layers are as fast as TF32 ones, whose operands must be turned over first
+    return fits(x, d) and (x.dtype != torch.float32 or (convolution and _tf32_allowed()))
 
 
 def tile_rounding(places: int) -> float:
@@ -102,24 +103,23 @@ def tile_norms(x: Tensor, d: Tensor, beta: float, window: Window = POINT, counts
         if beta:
             sums = torch.linalg.vector_norm(flat.d.sum(1, dtype=torch.float32), dim=1)
     x_size, d_size = x.numel() // len(x), d.numel() // len(d)
-    parts = parts_of(len(x), max(x_size, d_size))
-    found = fused_moments(flat.x.permute(0, 3, 1, 2), flat.d, parts, counts)
+    found = fused_moments(flat.x.permute(0, 3, 1, 2), flat.d, counts)
     out = torch.empty(flat.records, dtype=torch.float32, device=x.device)
     # room for the rounding of the float32 sums behind both norms, which the limit has too
     share, rounding = share * (1 + 2.0**-8), tile_rounding(flat.places) * (1 + 2.0**-8)
     launch(
         _norm_kernels().finish_exact, (flat.records, 1, 1),
         found, squares, out if sums is None else sums, out, _TINIEST * x_size * math.prod(window.kernel),
-        _TINIEST * d_size, beta**2 * flat.places, beta**2, share, rounding, parts, squares.shape[1], sums is not None,
-        32, 128, num_warps=1,
+        _TINIEST * d_size, beta**2 * flat.places, beta**2, share, rounding, squares.shape[1], sums is not None,
+        128, num_warps=1,
     )  # fmt: skip
     return out
 
 
-def tf32_allowed(convolution: bool) -> bool:
-    """Whether torch may multiply float32 numbers as TF32 on this machine's GPUs."""
+def _tf32_allowed() -> bool:
+    """Whether torch may convolve float32 numbers as TF32 on GPUs."""
     backends: Any = torch.backends
-    return (backends.cudnn.conv if convolution else backends.cuda.matmul).fp32_precision == "tf32"
+    return backends.cudnn.conv.fp32_precision == "tf32"
 
 
 def by_grams(places: int, columns: int, outs: int) -> bool:
@@ -130,7 +130,9 @@ def by_grams(places: int, columns: int, outs: int) -> bool:
 def tiling(outs: int, columns: int, places: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     """Rows, columns and positions of a tile, warps and stages of its pipeline, by the layer's shape."""
     if dtype == torch.float32:
-        return _power(outs, 64), _power(columns, 64), _power(places, 32), 4, 3
+        return _power(outs, 128), _power(columns, 64), _power(places, 32), 4, 3
+    if places <= 64 and outs >= 128 and columns >= 128:
+        return 128, 128, _power(places, 64), 8, 3
     few = places <= 128 or outs <= 64
     return _power(outs, 64 if few else 128), _power(columns, 64), _power(places, 128 if few else 64), 4, 3
 

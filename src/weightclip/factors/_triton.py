@@ -113,26 +113,10 @@ def scales(
 ):  # fmt: skip
     """One record a program: the norms of its two factors, and its scale (``_limits.record_scale``), or with FLAGS = 8
     the product of the norms, infinite where it is not finite.
-
-    CHANNELS is the number of channels where they lie last, 0 where positions do; ``counts`` weighs positions.
     """
     n = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, x_size, BLOCK):
-        e = start + tl.arange(0, BLOCK)
-        value = tl.load(x + n * x_step + e, mask=e < x_size, other=0.0).to(tl.float32)
-        square = value * value
-        if WEIGHTED:
-            place = e // CHANNELS if CHANNELS > 0 else e % places
-            square = square * tl.load(counts + place, mask=e < x_size, other=0.0)
-        total += square
-    x_norm = tl.sqrt_rn(tl.sum(total, 0) + tiny_x + bias)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, d_size, BLOCK):
-        e = start + tl.arange(0, BLOCK)
-        value = tl.load(d + n * d_step + e, mask=e < d_size, other=0.0).to(tl.float32)
-        total += value * value
-    d_norm = tl.sqrt_rn(tl.sum(total, 0) + tiny_d)
+    x2, d2 = _energies(x, d, counts, n, x_size, d_size, x_step, d_step, places, WEIGHTED, CHANNELS, BLOCK)
+    x_norm, d_norm = tl.sqrt_rn(x2 + tiny_x + bias), tl.sqrt_rn(d2 + tiny_d)
     tl.store(out + n, _limited(x_norm, d_norm, limits, FLAGS, FLOOR, SMALLEST))
 
 
@@ -157,18 +141,16 @@ def _limited(x_norm, d_norm, limits, FLAGS: tl.constexpr, FLOOR: tl.constexpr, S
 
 
 @triton.jit
-def moments(
-    x, d, counts, out, x_size, d_size, x_step, d_step, places,
-    WEIGHTED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+def _energies(
+    x, d, counts, n, x_size, d_size, x_step, d_step, places, WEIGHTED: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[record, 0 or 1, part]: sums of squares of one part of a record's inputs and of its cotangents.
+    """Sums of squares of one record's inputs and cotangents.
 
-    As in ``scales``, for records so few that one program each would leave most of the device idle.
+    CHANNELS is the number of channels where they lie last, 0 where positions do; ``counts`` weighs positions.
     """
-    n = tl.program_id(0).to(tl.int64)
-    part, parts = tl.program_id(1), tl.num_programs(1)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(part * BLOCK, x_size, parts * BLOCK):
+    for start in range(0, x_size, BLOCK):
         e = start + tl.arange(0, BLOCK)
         value = tl.load(x + n * x_step + e, mask=e < x_size, other=0.0).to(tl.float32)
         square = value * value
@@ -176,32 +158,31 @@ def moments(
             place = e // CHANNELS if CHANNELS > 0 else e % places
             square = square * tl.load(counts + place, mask=e < x_size, other=0.0)
         total += square
-    tl.store(out + n * 2 * parts + part, tl.sum(total, 0))
+    x2 = tl.sum(total, 0)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(part * BLOCK, d_size, parts * BLOCK):
+    for start in range(0, d_size, BLOCK):
         e = start + tl.arange(0, BLOCK)
         value = tl.load(d + n * d_step + e, mask=e < d_size, other=0.0).to(tl.float32)
         total += value * value
-    tl.store(out + n * 2 * parts + parts + part, tl.sum(total, 0))
+    return x2, tl.sum(total, 0)
 
 
 @triton.jit
-def finish(
-    found, limits, out, tiny_x, tiny_d, bias, parts,
-    FLAGS: tl.constexpr, FLOOR: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+def moments(
+    x, d, counts, out, x_size, d_size, x_step, d_step, places, WEIGHTED: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What ``scales`` stores, from the parts that ``moments`` found."""
+    """out[record]: sums of squares of its inputs and of its cotangents."""
     n = tl.program_id(0).to(tl.int64)
-    q = tl.arange(0, BLOCK)
-    x_norm = tl.sqrt_rn(tl.sum(tl.load(found + n * 2 * parts + q, mask=q < parts, other=0.0), 0) + tiny_x + bias)
-    d_norm = tl.sqrt_rn(tl.sum(tl.load(found + n * 2 * parts + parts + q, mask=q < parts, other=0.0), 0) + tiny_d)
-    tl.store(out + n, _limited(x_norm, d_norm, limits, FLAGS, FLOOR, SMALLEST))
+    x2, d2 = _energies(x, d, counts, n, x_size, d_size, x_step, d_step, places, WEIGHTED, CHANNELS, BLOCK)
+    tl.store(out + 2 * n, x2)
+    tl.store(out + 2 * n + 1, d2)
 
 
 @triton.jit
 def finish_exact(
-    found, squares, sums, out, tiny_x, tiny_d, bias, beta2, share, rounding, parts, tiles,
-    SUMS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    found, squares, sums, out, tiny_x, tiny_d, bias, beta2, share, rounding, tiles,
+    SUMS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Norm of each record's product from its squares by tile, and what rounding may hide; infinite if not finite.
 
@@ -209,9 +190,8 @@ def finish_exact(
     that product what the sum that is formed may be. With SUMS, beta2 times the squares of ``sums`` belong to the bias.
     """
     n = tl.program_id(0).to(tl.int64)
-    q = tl.arange(0, BLOCK)
-    x2 = tl.sum(tl.load(found + n * 2 * parts + q, mask=q < parts, other=0.0).to(tl.float64), 0) + tiny_x + bias
-    d2 = tl.sum(tl.load(found + n * 2 * parts + parts + q, mask=q < parts, other=0.0).to(tl.float64), 0) + tiny_d
+    x2 = tl.load(found + 2 * n).to(tl.float64) + tiny_x + bias
+    d2 = tl.load(found + 2 * n + 1).to(tl.float64) + tiny_d
     total = tl.zeros((TILES,), dtype=tl.float64)
     for start in range(0, tiles, TILES):
         e = start + tl.arange(0, TILES)

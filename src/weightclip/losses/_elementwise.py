@@ -21,6 +21,7 @@ from weightclip.losses._base import (
     _match_target,
     _mean_rows,
     _rows,
+    _slack,
 )
 
 
@@ -67,18 +68,24 @@ class BCEWithLogits(_Average):
     Attributes:
         pos_weight: weight of the positive term, a number or one per output.
         weight: weight of each output, a number or one per output (never per record).
+        temperature: τ, the loss is BCE(z/τ).
+        scale_by_temperature: use τ·BCE(z/τ) instead, whose bound does not depend on τ.
         cap: B, an l2 bound on each record's gradient. For a single logit the capped gradient is that of a Huberised
             logistic loss and `values` is that loss; for several it is per-record clipping of a small vector.
 
     Formal guarantees:
-        As `Loss`: one logit w·max(1, pos_weight); n averaged outputs: l2 1/√n, l1 1, l∞ 1/n of that.
+        As `Loss`: one logit w·max(1, pos_weight), times 1/τ unless scaled by it; n averaged outputs: l2 1/√n, l1 1,
+        l∞ 1/n of that.
     """
 
     pos_weight: Weights = None
     weight: Weights = None
     cap: float | None = None
+    temperature: float = 1.0
+    scale_by_temperature: bool = False
 
     def __post_init__(self) -> None:
+        _check_positive("BCEWithLogits", temperature=self.temperature)
         _check_cap("BCEWithLogits", self.cap)
         for name in ("pos_weight", "weight"):
             object.__setattr__(self, name, _freeze_weights("BCEWithLogits", name, getattr(self, name)))
@@ -89,20 +96,48 @@ class BCEWithLogits(_Average):
             return _mean_rows(self._point(z, y)), ok
         # Linear with slope ±B outside the logits where the slope w·(σ·(1−y+πy) − πy) passes ±B (SOUNDNESS 5).
         pi, w = self._weights(z)
+        w, tau = w * self._steepness(), self.temperature
         span = (1 - y + pi * y).clamp(min=torch.finfo(z.dtype).tiny)
-        near = [torch.logit(((pi * y + b / w) / span).clamp(0, 1)) for b in (-self.cap, self.cap)]
+        near = [tau * torch.logit(((pi * y + b / w) / span).clamp(0, 1)) for b in (-self.cap, self.cap)]
         core = torch.maximum(torch.minimum(z, near[1]), near[0])
         return _mean_rows(self._point(core, y) + self.cap * (z - core).abs()), ok
 
+    def both(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """In few passes in the usual case: one logit, no weights, no cap, every label and output in order."""
+        plain = self.pos_weight is None and self.weight is None and self.cap is None and z.is_cpu
+        if not plain or z.dtype != torch.float32 or math.prod(z.shape[1:]) != 1 or z.shape[0] == 0:
+            return super().both(z, y)
+        label = _match_target("BCEWithLogits", z, y)
+        low, high = (float(bound) for bound in torch.aminmax(label))
+        least, most = (float(bound) for bound in torch.aminmax(z))  # NaN if one is
+        far = 1e30 * min(1.0, self.temperature)
+        if not (low >= 0 and high <= 1 and least > -far and most < far):
+            return super().both(z, y)
+        # what follows is the general way, operation by operation, without masks: a record's numbers are the same
+        gradient = self._slope(z, label) * (1 - _slack(z.dtype, z.dtype))
+        return _mean_rows(self._point(z, label)), gradient
+
+    def _steepness(self) -> float:
+        """What the temperature makes of a slope."""
+        return 1.0 if self.scale_by_temperature else 1 / self.temperature
+
     def _point(self, z: Tensor, y: Tensor) -> Tensor:
-        pi, w = self._weights(z)
-        return w * ((1 - y) * z - (1 - y + pi * y) * F.logsigmoid(z))
+        v = z if self.temperature == 1 else z / self.temperature
+        if self.pos_weight is None and self.weight is None:
+            point = (1 - y) * v - F.logsigmoid(v)
+        else:
+            pi, w = self._weights(z)
+            point = w * ((1 - y) * v - (1 - y + pi * y) * F.logsigmoid(v))
+        return point * self.temperature if self.scale_by_temperature and self.temperature != 1 else point
 
     def _slope(self, z: Tensor, y: Tensor) -> Tensor:
+        v = z if self.temperature == 1 else z / self.temperature
         if self.pos_weight is None and self.weight is None:
-            return torch.sigmoid(z) - y
-        pi, w = self._weights(z)
-        return w * ((1 - y) * torch.sigmoid(z) - pi * y * torch.sigmoid(-z))
+            slope = torch.sigmoid(v) - y
+        else:
+            pi, w = self._weights(z)
+            slope = w * ((1 - y) * torch.sigmoid(v) - pi * y * torch.sigmoid(-v))
+        return slope if self._steepness() == 1 else slope * self._steepness()
 
     def _labels(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         y = _match_target("BCEWithLogits", z, y)
@@ -116,7 +151,7 @@ class BCEWithLogits(_Average):
 
     def _steepest(self, shape: Shape) -> Tensor | float:
         pi = _per_output("pos_weight", self.pos_weight, shape)
-        return _per_output("weight", self.weight, shape) * pi.clamp(min=1)
+        return _per_output("weight", self.weight, shape) * pi.clamp(min=1) * self._steepness()
 
 
 def _per_output(name: str, weights: Weights, shape: Shape) -> Tensor:

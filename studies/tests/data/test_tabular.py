@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from importlib import resources
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,7 +110,7 @@ def test_describe_prints_task_source_and_licence():
 def test_to_pandas_keeps_public_categories():
     pd = pytest.importorskip("pandas")
     table = data.load("adult")
-    frame = table.to_pandas()
+    frame: Any = table.to_pandas()
     assert frame.shape == (48842, 14)
     assert isinstance(frame["workclass"].dtype, pd.CategoricalDtype)
     assert frame["workclass"].isna().sum() == 2799

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from weightclip import accounting
-from weightclip._fast_mlp import Settings, Softmax
-from weightclip._fast_mlp._data import Data
 from weightclip._streams import Streams
 from weightclip.errors import WeightclipError
+from weightclip_studies.fast_mlp import Settings, Softmax
+from weightclip_studies.fast_mlp._data import Data
 from weightclip_studies.printed import OpacusDPSGD
 from weightclip_studies.tables._paper import PRINTED, best_lip, paper_accuracy, printed
 from weightclip_studies.tables._runs import compute_runs, evaluate, prepare, run_key, settings_of

@@ -10,12 +10,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip._fast_mlp import Logistic, Settings, Softmax, train_many
-from weightclip._fast_mlp._data import Data
 from weightclip._streams import Streams
 from weightclip.mechanisms import AdamAware, Equal
 from weightclip.models import MLP
 from weightclip.nn import SafeGroupNorm
+from weightclip_studies.fast_mlp import Logistic, Settings, Softmax, train_many
+from weightclip_studies.fast_mlp._data import Data
 from weightclip_studies.tables._stacked import (
     GroupNorm,
     StudyStack,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from weightclip_studies.bench._models import models as models
 from weightclip_studies.bench._step import COLUMNS as COLUMNS
 from weightclip_studies.bench._step import GRAPHED as GRAPHED
 from weightclip_studies.bench._step import MODES as MODES
+from weightclip_studies.bench._step import PRECISIONS as PRECISIONS
+from weightclip_studies.bench._step import Setting as Setting
 from weightclip_studies.bench._step import StepRow as StepRow
 from weightclip_studies.bench._step import bounds_of as bounds_of
 from weightclip_studies.bench._step import measure as measure
-from weightclip_studies.bench._step import models as models
 from weightclip_studies.bench._step import plot as plot
 from weightclip_studies.bench._step import precision as precision
 from weightclip_studies.bench._step import prepare as prepare
+from weightclip_studies.bench._step import read_csv as read_csv
 from weightclip_studies.bench._step import write_csv as write_csv

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -28,14 +29,52 @@ from weightclip.config import Bounds
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import WeightclipError
 from weightclip.factors import CapNorm, Product
-from weightclip.models import MLP, ConvNet, WideResNet
 from weightclip.sampling import BatchInfo
+from weightclip_studies.bench._models import models
 
 # steps shorter than so many seconds, so many a look at the clock
 _BLOCKS = {"cuda": ((0.01, 64), (0.05, 8), (math.inf, 2)), "cpu": ((0.01, 16), (math.inf, 1))}
-MODES = ("plain", "weights", "factors", "both", "joint-cap", "weights-fast", "opacus-hooks", "opacus-ghost")
+MODES = (
+    "plain", "weights", "factors", "both", "joint-cap", "exact-cap", "exact-joint-cap", "weights-fast", "opacus-hooks",
+    "opacus-ghost",
+)  # fmt: skip
 GRAPHED = ("plain-graph", "weights-graph", "factors-graph", "both-graph", "joint-cap-graph")  # the step as a CUDA graph
-COLUMNS = ("device", "model", "batch", "mode", "ms", "ratio", "peak_gib", "spread", "precision")
+COLUMNS = (
+    "device", "model", "batch", "mode", "ms", "ratio", "peak_gib", "spread", "precision", "compile", "channels_last",
+)  # fmt: skip
+PRECISIONS = ("float32", "tf32", "bf16")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How every mode alike computes.
+
+    Attributes:
+        precision: float32 throughout, TF32 products, or bf16 autocast.
+        compiled: torch.compile on the model, batch sizes dynamic where they vary.
+        channels_last: Memory format of images.
+        draws: Steps take batches of the sizes of Poisson draws around the expected one, eight in turn, instead of one
+            size; the same in every mode.
+    """
+
+    precision: str = "float32"
+    compiled: bool = False
+    channels_last: bool = False
+    draws: bool = False
+
+    def sizes(self, batch: int) -> list[int]:
+        """Sizes of the batches of eight steps."""
+        if not self.draws:
+            return [batch]
+        found = torch.poisson(torch.full((8,), float(batch)), torch.Generator().manual_seed(0))
+        return [int(n) for n in found.clamp(min=1)]
+
+    def cast(self, device: torch.device) -> Any:
+        """The context of forward and loss."""
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
+
+
+USUAL = Setting()
 
 
 @dataclass(frozen=True)
@@ -52,17 +91,8 @@ class StepRow:
     peak_gib: float | None
     spread: float  # interquartile range over median
     precision: str
-
-
-def models() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]]:
-    """Name -> (factory, shape of one record, classes)."""
-    return {
-        "mlp": (lambda: MLP(105, hidden=(16,), out_features=2), (105,), 2),
-        "convnet": (ConvNet, (1, 28, 28), 10),
-        "wrn-16-4": (lambda: WideResNet(16, 4), (3, 32, 32), 10),
-        "mlp-deep": (lambda: MLP(105, hidden=(64,) * 32, out_features=2), (105,), 2),
-        "mlp-4096": (lambda: MLP(1024, hidden=(4096, 4096), out_features=10), (1024,), 10),
-    }
+    compile: int = 0  # 1: both sides by torch.compile
+    channels_last: int = 0
 
 
 def bounds_of(mode: str) -> Bounds:
@@ -72,43 +102,68 @@ def bounds_of(mode: str) -> Bounds:
         "factors": Bounds(layer_radius=1.0, cotangent_radius=0.1),
         "both": Bounds(input_radius=1.0, weight_norm=1.0, spectral=False, layer_radius=1.0, cotangent_radius=0.1),
         "joint-cap": Bounds(joint_cap=1.0, caps=CapNorm.FREE),
+        "exact-cap": Bounds(layer_cap=0.1),
+        "exact-joint-cap": Bounds(joint_cap=1.0),
         # as "weights", with the rounding of float32 sums left out of the guarantee (Product.fast)
         "weights-fast": Bounds(input_radius=1.0, weight_norm=1.0, spectral=False, product=Product.fast()),
     }[mode]
 
 
-def prepare(mode: str, name: str, batch: int, device: torch.device) -> Callable[[], None]:
+def prepare(mode: str, name: str, batch: int, device: torch.device, setting: Setting = USUAL) -> Callable[[], None]:
     """A function that takes one training step."""
-    factory, shape, classes = models()[name]
+    timed, graphed = models()[name], mode in GRAPHED
     torch.manual_seed(0)
-    model = factory().to(device)
-    x = torch.randn(batch, *shape, device=device)
-    y = torch.randint(0, classes, (batch,), device=device)
-    graphed = mode in GRAPHED
+    model, sizes = timed.factory().to(device), setting.sizes(batch)
+    x, y = timed.batch(max(sizes), device)
+    if setting.channels_last and x.dim() == 4:
+        model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if graphed and setting != USUAL:
+        raise WeightclipError("steps recorded as CUDA graphs are timed in float32, not compiled: drop those options.")
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-4, capturable=graphed)
     loss: Any = nn.CrossEntropyLoss()
+    batches = itertools.cycle([(x[:n], y[:n]) for n in sizes])
+
+    def loop(forward: Any, optimizer: Any, loss: Any, before: Callable[[int], None] = lambda n: None):
+        forward = torch.compile(forward, dynamic=None) if setting.compiled else forward
+
+        def step() -> None:
+            a, b = next(batches)
+            if setting.compiled and setting.draws:
+                torch._dynamo.mark_dynamic(a, 0)
+                torch._dynamo.mark_dynamic(b, 0)
+            before(len(a))
+            optimizer.zero_grad()
+            with setting.cast(device):
+                value = loss(forward(a), b)
+            value.backward()
+            optimizer.step()
+
+        return step
+
     if mode == "plain":
-        return lambda: _step(model, optimizer, loss, x, y)
+        return loop(model, optimizer, loss)
     if mode == "plain-graph":
         return _recorded(model, optimizer, loss, x, y)
     loader = DataLoader(TensorDataset(x, y), batch_size=batch)
     if mode.startswith("opacus"):
-        return _opacus(mode.removeprefix("opacus-"), model, optimizer, loss, loader, x, y)
+        return loop(*_opacus(mode.removeprefix("opacus-"), model, optimizer, loss, loader))
     engine = PrivacyEngine()
     engine.make_private(
         module=model, optimizer=optimizer, data_loader=loader, criterion=loss, noise_multiplier=1.0,
         bounds=bounds_of(mode.removesuffix("-graph")), sample_rate=0.01, expected_batch_size=batch,
     )  # fmt: skip
-    draw, fused = 0, engine.fused_step() if graphed else None
+    draws = itertools.count(1)
+
+    def before(size: int) -> None:
+        engine.training.hand_out(BatchInfo(next(draws), 0, True, None, size))  # it is there: only the step counts
+
+    if not graphed:
+        return loop(model, optimizer, engine.criterion, before)
+    fused = engine.fused_step()
 
     def step() -> None:
-        nonlocal draw
-        draw += 1
-        engine._on_batch(BatchInfo(draw, 0, True, None, batch))  # the batch is there already: only the step is timed
-        if fused is None:
-            _step(model, optimizer, engine.criterion, x, y)
-        else:
-            fused(x, y)
+        before(batch)
+        fused(x, y)
 
     return step
 
@@ -142,7 +197,8 @@ def _recorded(model: nn.Module, optimizer: Any, loss: Any, x: Tensor, y: Tensor)
     return step
 
 
-def _opacus(kind: str, model: nn.Module, optimizer: Any, loss: Any, loader: DataLoader, x: Tensor, y: Tensor):
+def _opacus(kind: str, model: nn.Module, optimizer: Any, loss: Any, loader: DataLoader) -> tuple[Any, Any, Any]:
+    """Model, optimiser and loss as Opacus makes them."""
     try:
         from opacus import PrivacyEngine as Opacus
     except ImportError as error:
@@ -153,13 +209,12 @@ def _opacus(kind: str, model: nn.Module, optimizer: Any, loss: Any, loader: Data
             module=model, optimizer=optimizer, data_loader=loader, criterion=loss, noise_multiplier=1.0,
             max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=kind,
         )  # fmt: skip
-    criterion = private[2] if kind == "ghost" and len(private) == 4 else loss
-    return lambda: _step(private[0], private[1], criterion, x, y)
+    return private[0], private[1], private[2] if kind == "ghost" and len(private) == 4 else loss
 
 
 @contextlib.contextmanager
 def precision(name: str) -> Iterator[None]:
-    """float32 throughout, or TF32 products, for every mode alike."""
+    """float32 throughout (or for what autocast leaves), or TF32 products, for every mode alike."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "tf32"
     try:
@@ -169,17 +224,16 @@ def precision(name: str) -> Iterator[None]:
 
 
 def measure(
-    name: str, batch: int, modes: Sequence[str], device: torch.device, *, seconds: float = 3.0, tf32: bool = False
+    name: str, batch: int, modes: Sequence[str], device: torch.device, *, seconds: float = 3.0, setting: Setting = USUAL
 ) -> list[StepRow]:
     """Median step time of each mode in turn, for about ``seconds`` per mode; a mode out of memory is left out."""
-    kind = "tf32" if tf32 else "float32"
     steps: dict[str, Callable[[], None]] = {}
     peaks: dict[str, float | None] = {}
-    with precision(kind), warnings.catch_warnings():
+    with precision(setting.precision), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for mode in modes:
             try:
-                steps[mode], peaks[mode] = _warm(mode, name, batch, device)
+                steps[mode], peaks[mode] = _warm(mode, name, batch, device, setting)
             except torch.OutOfMemoryError:
                 steps.pop(mode, None)
         once = {mode: _timed(step, device, 1) for mode, step in steps.items()}
@@ -199,18 +253,24 @@ def measure(
         rows.append(
             StepRow(label, name, batch, mode, round(1e3 * medians[mode], 4),
                     round(medians[mode] / medians[base], 4) if base in medians else float("nan"),
-                    peaks[mode], round((high - low) / medians[mode], 4), kind)
+                    peaks[mode], round((high - low) / medians[mode], 4), setting.precision, int(setting.compiled),
+                    int(setting.channels_last))
         )  # fmt: skip
     return rows
 
 
-def _warm(mode: str, name: str, batch: int, device: torch.device) -> tuple[Callable[[], None], float | None]:
+def _warm(
+    mode: str, name: str, batch: int, device: torch.device, setting: Setting
+) -> tuple[Callable[[], None], float | None]:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
-    step = prepare(mode, name, batch, device)
+    step = prepare(mode, name, batch, device, setting)
+    if setting.compiled and device.type == "cuda":  # what compilation itself takes is no part of training
+        step()
+        torch.cuda.reset_peak_memory_stats(device)
     for _ in range(12 if device.type == "cuda" else 3):  # the third step records graphs, the sixth a whole step
         step()
     if device.type != "cuda":
@@ -229,8 +289,27 @@ def _timed(step: Callable[[], None], device: torch.device, block: int) -> float:
     return (time.perf_counter() - began) / block
 
 
-def write_csv(rows: Sequence[StepRow], path: Path) -> None:
-    """All rows as CSV, written whole or not at all."""
+def read_csv(path: Path) -> list[StepRow]:
+    """The rows of a file that :func:`write_csv` wrote."""
+    with path.open(newline="") as file:
+        return [
+            StepRow(
+                r["device"], r["model"], int(r["batch"]), r["mode"], float(r["ms"]), float(r["ratio"]),
+                float(r["peak_gib"]) if r["peak_gib"] else None, float(r["spread"]), r["precision"],
+                int(r.get("compile") or 0), int(r.get("channels_last") or 0),
+            ) for r in csv.DictReader(file)
+        ]  # fmt: skip
+
+
+def write_csv(rows: Sequence[StepRow], path: Path, append: bool = False) -> None:
+    """All rows as CSV, written whole or not at all; ``append`` keeps rows of the file that were not measured again."""
+
+    def what(r: StepRow) -> tuple[Any, ...]:
+        return r.device, r.model, r.batch, r.mode, r.precision, r.compile, r.channels_last
+
+    if append and path.exists():
+        again = {what(r) for r in rows}
+        rows = [*(r for r in read_csv(path) if what(r) not in again), *rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".part")
     with scratch.open("w", newline="") as file:
@@ -249,7 +328,11 @@ def plot(rows: Sequence[StepRow], path: Path) -> None:
     import matplotlib.pyplot as plt
     from matplotlib import ticker
 
-    panels = sorted({(r.device, r.model, r.precision) for r in rows})
+    def panel(row: StepRow) -> tuple[str, ...]:
+        extra = ", compiled" * row.compile + ", channels last" * row.channels_last
+        return row.device, row.model, row.precision + extra
+
+    panels = sorted({panel(r) for r in rows})
     across = min(3, len(panels))
     down = -(-len(panels) // across)
     figure, grid = plt.subplots(down, across, figsize=(4.2 * across, 3.6 * down), squeeze=False, layout="constrained")
@@ -258,15 +341,14 @@ def plot(rows: Sequence[StepRow], path: Path) -> None:
         axis.set_axis_off()
     for axis, (device, model, kind) in zip(axes, panels, strict=False):
         for mode in (*MODES, *GRAPHED):
-            points = sorted((r.batch, r.ratio) for r in rows if (r.device, r.model, r.precision, r.mode) == (
-                device, model, kind, mode))  # fmt: skip
+            points = sorted((r.batch, r.ratio) for r in rows if (*panel(r), r.mode) == (device, model, kind, mode))
             if points and not mode.startswith("plain"):
                 colour = f"C{(*MODES, *GRAPHED).index(mode.removesuffix('-graph'))}"
                 style = {"linestyle": "--", "marker": "s"} if mode.endswith("-graph") else {"marker": "o"}
                 (lines[mode],) = axis.plot(*zip(*points, strict=True), color=colour, **style)
         axis.axhline(1.0, color="#888888", linewidth=1)
         axis.set(title=f"{model}\n{device}, {kind}", xlabel="batch", xscale="log", yscale="log")
-        batches = sorted({r.batch for r in rows if (r.device, r.model, r.precision) == (device, model, kind)})
+        batches = sorted({r.batch for r in rows if panel(r) == (device, model, kind)})
         axis.set_xticks(batches, [str(b) for b in batches])
         axis.set_xticks([], minor=True)
         for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):

@@ -16,15 +16,20 @@ from weightclip.errors import WeightclipError
 
 
 def bench(
-    model: Annotated[list[str] | None, typer.Option(help="mlp, convnet, wrn-16-4, mlp-deep, mlp-4096")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="mlp, convnet, wrn-16-4, mlp-deep, mlp-4096, "
+                                                         "encoder-base, encoder-tiny, resnet18, resnet50")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="batch size (repeatable)")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="plain, weights, factors, both, joint-cap, weights-fast, "
+    mode: Annotated[list[str] | None, typer.Option(help="plain, weights, factors, both, joint-cap, exact-cap, "
+                                                        "exact-joint-cap, weights-fast, "
                                                         "opacus-hooks, opacus-ghost; as one CUDA graph: "
                                                         "plain-graph, weights-graph, ... (repeatable)")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one")] = "",
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     seconds: Annotated[float, typer.Option(help="measuring time per mode")] = 2.0,
-    tf32: Annotated[bool, typer.Option(help="TF32 products in every mode")] = False,
+    precision: Annotated[str, typer.Option(help="float32, tf32 or bf16 (autocast), in every mode")] = "float32",
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile in every mode")] = False,
+    channels_last: Annotated[bool, typer.Option(help="channels-last memory in every mode")] = False,
+    draws: Annotated[bool, typer.Option(help="batches of the sizes of Poisson draws")] = False,
     out: Annotated[Path, typer.Option(help="CSV file; a picture is written beside it")] = Path("runs/bench/step.csv"),
     as_json: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
 ) -> None:  # fmt: skip
@@ -34,10 +39,21 @@ def bench(
     """
     import torch
 
-    from weightclip_studies.bench import GRAPHED, MODES, StepRow, measure, models, plot, write_csv
+    from weightclip_studies.bench import (
+        GRAPHED,
+        MODES,
+        PRECISIONS,
+        Setting,
+        StepRow,
+        measure,
+        models,
+        plot,
+        write_csv,
+    )
 
     names, batches, modes = model or ["mlp", "convnet"], batch or [64, 256], mode or list(MODES)
-    for given, known, option in ((names, list(models()), "--model"), (modes, [*MODES, *GRAPHED], "--mode")):
+    choices = (names, list(models()), "--model"), (modes, [*MODES, *GRAPHED], "--mode")
+    for given, known, option in (*choices, ([precision], list(PRECISIONS), "--precision")):
         for value in given:
             if value not in known:
                 raise WeightclipError(f"{option} {value}: choose from {', '.join(known)}.")
@@ -50,6 +66,7 @@ def bench(
         raise WeightclipError(f"--mode {next(m for m in modes if m in GRAPHED)}: CUDA graphs need --device cuda.")
     if set(modes) & set(GRAPHED) and "plain-graph" not in modes:
         modes = ["plain-graph", *modes]
+    setting = Setting(precision, compiled, channels_last, draws)
     torch.set_num_threads(threads)
     rows: list[StepRow] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -57,7 +74,7 @@ def bench(
         for name in names:
             for size in batches:
                 progress.update(task, description=f"{name}, batch {size}")
-                rows += measure(name, size, modes, where, seconds=seconds, tf32=tf32)
+                rows += measure(name, size, modes, where, seconds=seconds, setting=setting)
                 progress.advance(task)
     write_csv(rows, out)
     plot(rows, out.with_suffix(".png"))

@@ -48,8 +48,9 @@ def run(
     for model in models:
         _, _, default = SUBJECTS[model]
         for batch in batches or default:
+            setting = _bench.Setting("tf32" if tf32 else "float32")
             measured = _bench.measure(
-                model, batch, [MODES[m] for m in modes], torch.device(device), seconds=seconds, tf32=tf32
+                model, batch, [MODES[m] for m in modes], torch.device(device), seconds=seconds, setting=setting
             )
             for row in as_epochs(measured):
                 rows.append(row)

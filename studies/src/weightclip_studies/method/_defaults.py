@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from weightclip._fast_mlp import Budget, Logistic, Objective, Settings, Softmax, logits, train_many
 from weightclip.mechanisms import AdamAware, Allocation, Equal, LeastVariance
+from weightclip_studies.fast_mlp import Budget, Logistic, Objective, Settings, Softmax, logits, train_many
 
 from ._files import markdown, write_csv
 from ._networks import prepare

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from weightclip import accounting
-from weightclip._fast_mlp import Budget, Logistic, Run, Settings, Softmax
 from weightclip._streams import Streams
 from weightclip.errors import WeightclipError
 from weightclip.mechanisms import AdamAware, Allocation, Equal
 from weightclip_studies import data as sets
+from weightclip_studies.fast_mlp import Budget, Logistic, Run, Settings, Softmax
 
 from ._metrics import metrics
 from ._paper import printed

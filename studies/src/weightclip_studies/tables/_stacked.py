@@ -1,6 +1,6 @@
 """Stacks of two-layer networks for the study: dense, optionally safe group normalisation, ReLU, dense.
 
-The mechanism (draws, noise, optimiser, ClipWeights, average) is that of `weightclip._fast_mlp`. Two things are added:
+The mechanism (draws, noise, optimiser, ClipWeights, average) is that of `fast_mlp`. Two things are added:
 the group normalisation of the paper's detailed table, with its gain 1/α and the free bound √width on what it puts out
 (SOUNDNESS section 3), and sums formed in pieces of records that stay in the processor's cache, in float32 while
 searching (the choice is not a release) and in float64 for every reported run (SOUNDNESS section 6).
@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightclip._fast_mlp import Budget, Objective, Run, Settings
-from weightclip._fast_mlp._bounds import scales
-from weightclip._fast_mlp._data import Data
-from weightclip._fast_mlp._settings import noise_multiplier
-from weightclip._fast_mlp._train import _Stack
 from weightclip._streams import Streams
 from weightclip.errors import WeightclipError
 from weightclip.nn._norm import safe_normalise
+from weightclip_studies.fast_mlp import Budget, Objective, Run, Settings
+from weightclip_studies.fast_mlp._bounds import scales
+from weightclip_studies.fast_mlp._data import Data
+from weightclip_studies.fast_mlp._settings import noise_multiplier
+from weightclip_studies.fast_mlp._train import _Stack
 
 _PIECE = 1 << 16  # hidden values per piece of records, over all runs: a quarter of a megabyte in float32
 
@@ -180,7 +180,7 @@ def train_stacked(
     noise: float | Budget | Sequence[float],
     dtype: torch.dtype = torch.float64,
 ) -> list[list[Run]]:
-    """`weightclip._fast_mlp.train_many` for the study's networks: same draws, noise and guarantees; runs by setting."""
+    """`fast_mlp.train_many` for the study's networks: same draws, noise and guarantees; runs by setting."""
     streams = [s if isinstance(s, Streams) else Streams.seeded(s) for s in seeds]
     data = Data(X, y, objective, None, len(streams), torch.device("cpu"))
     stacks: dict[tuple, list[int]] = defaultdict(list)

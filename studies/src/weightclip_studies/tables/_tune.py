@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from weightclip import accounting
-from weightclip._fast_mlp import Run
 from weightclip._streams import Streams
 from weightclip._tabular._report import searched_epsilon
 from weightclip._tabular._search import best_of_random_runs
 from weightclip.errors import WeightclipError
+from weightclip_studies.fast_mlp import Run
 
 from ._paper import printed
 from ._runs import compute_runs, prepare, run_key, train_one

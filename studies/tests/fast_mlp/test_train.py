@@ -9,7 +9,12 @@ from tests.engine_kit import pin
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip._fast_mlp import (
+from weightclip._streams import Streams
+from weightclip.accounting import epsilon
+from weightclip.errors import CertificationError, WeightclipError
+from weightclip.models import MLP
+from weightclip.nn._averaging import ParameterAverage
+from weightclip_studies.fast_mlp import (
     Absolute,
     Adam,
     Budget,
@@ -22,13 +27,8 @@ from weightclip._fast_mlp import (
     logits,
     train_many,
 )
-from weightclip._fast_mlp._data import Data
-from weightclip._fast_mlp._train import _Stack
-from weightclip._streams import Streams
-from weightclip.accounting import epsilon
-from weightclip.errors import CertificationError, WeightclipError
-from weightclip.models import MLP
-from weightclip.nn._averaging import ParameterAverage
+from weightclip_studies.fast_mlp._data import Data
+from weightclip_studies.fast_mlp._train import _Stack
 
 RNG = np.random.default_rng(5)
 N, F = 60, 7
@@ -66,7 +66,7 @@ def engine_run(settings: Settings, objective, sigma: float, steps: int, seed: in
             optimizer.zero_grad()
             out = model(x)
             criterion(out if objective.outputs > 1 else out.squeeze(1), t).backward()
-            delta = engine._sensitivities.clone()
+            delta = engine.training.sensitivity.values.clone()
             optimizer.step()
             average.update()
             done += 1
@@ -292,7 +292,7 @@ def test_progress_counts_steps():
 
 def test_records_in_half_precision_and_draws_in_pieces(monkeypatch):
     """Large tables are kept in half precision; draws are summed piece by piece, with and without a mask."""
-    import weightclip._fast_mlp._train as train
+    import weightclip_studies.fast_mlp._train as train
 
     settings = [Settings(hidden=(3,), batch=40, epochs=2)]
     rounded = torch.tensor(X).half()

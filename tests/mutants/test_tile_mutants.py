@@ -1,0 +1,103 @@
+"""Mistakes in the kernels of tiles, made on purpose in their source: the tests of tiles must notice each."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.factors import test_tiles as checks
+from tests.triton_kit import kernel_device, run_interpreted
+
+from weightclip.factors import _tiles
+
+SOURCE = Path(_tiles.__file__).with_name("_tiles_triton.py")
+NORMS = Path(_tiles.__file__).with_name("_triton.py")
+
+
+@pytest.fixture
+def interpreter() -> torch.device:
+    return kernel_device()
+
+
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def mutated(source: Path, old: str, new: str, folder: Path):
+    """The kernels with one piece of their source replaced; Triton reads it from the file."""
+    text = source.read_text()
+    assert text.count(old) == 1, f"{old!r} is not in the source once"
+    path = folder / f"mutant{source.name}"
+    path.write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return lambda: module
+
+
+def far_below(device: torch.device) -> None:
+    """Norms of products, positions more than one tile is deep, and of the bias."""
+    generator = torch.Generator().manual_seed(0)
+    x, d = (torch.randn(2, 130, n, generator=generator).bfloat16().to(device) for n in (6, 9))
+    exact = torch.einsum("npo,npi->noi", d.double(), x.double()).flatten(1).square().sum(1)
+    exact = (exact + d.double().sum(1).square().sum(1)).sqrt()
+    assert bool((_tiles.tile_norms(x, d, 1.0).double() >= exact).all())
+
+
+def few_positions(device: torch.device) -> None:
+    """Grams: norms with the bias."""
+    generator = torch.Generator().manual_seed(0)
+    x, d = (torch.randn(2, 80, n, generator=generator).bfloat16().to(device) for n in (200, 200))
+    exact = torch.einsum("npo,npi->noi", d.double(), x.double()).flatten(1).square().sum(1)
+    exact = (exact + d.double().sum(1).square().sum(1)).sqrt()
+    assert bool((_tiles.tile_norms(x, d, 1.0).double() >= exact).all())
+
+
+def not_finite(device: torch.device) -> None:
+    x, d = (torch.ones(1, 16, n, dtype=torch.bfloat16, device=device) for n in (40, 40))
+    x[0, 0, 0] = math.nan
+    assert not torch.isfinite(_tiles.tile_norms(x, d, 0.0)).any()
+
+
+def adversarial(device: torch.device) -> None:
+    checks.moves_by_one(256, device)
+
+
+MUTANTS: dict[str, tuple[Path, str, str, Callable[[torch.device], None]]] = {
+    "sums in float32": (SOURCE, "total += tl.where(s > 0, part * s, 0.0).to(tl.float64)",
+                        "total = (total + tl.where(s > 0, part * s, 0.0)).to(tl.float32).to(tl.float64)", adversarial),
+    "a record's tile goes on into the next": (SOURCE, "            if CHUNKS > 1:\n                part = tl.zeros",
+                                              "            if CHUNKS > 9:\n                part = tl.zeros",
+                                              checks.moved_by_itself),
+    "zero times NaN": (SOURCE, "tl.where(s > 0, part * s, 0.0)", "(part * s)", checks.zero_is_zero),
+    "the bias left out of grams": (SOURCE, "(left + beta2) * right", "left * right", few_positions),
+    "columns left out of grams": (SOURCE, "for k in range(0, COLUMNS, DEPTH):",
+                                  "for k in range(0, COLUMNS - DEPTH, DEPTH):", few_positions),
+    "the bias left out of norms": (NORMS, "square += beta2 * plain * plain", "square += 0 * plain", far_below),
+    "a norm that is not a number as zero": (
+        NORMS, 'square = tl.where(tl.abs(square) < float("inf"), square, float("inf"))  # NaN as well',
+        "x2 = tl.where(x2 == x2, x2, 0.0)", not_finite),
+    "rounding left out of norms": (
+        NORMS, "square = tl.where(square > 0, square, 0.0) * (1 + 2.0**-15) + share * free + hidden\n"
+               "    norm = (tl.sqrt(square) + rounding * tl.sqrt(free))",
+        "norm = (1 - 2.0**-22) * (tl.sqrt(tl.where(square > 0, square, 0.0)))", checks.covers_what_is_formed),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", list(MUTANTS))
+def test_a_mutant_dies(name, interpreter, tmp_path, monkeypatch):
+    source, old, new, check = MUTANTS[name]
+    if check is not few_positions:
+        monkeypatch.setattr(_tiles, "by_grams", lambda *a: False)
+    monkeypatch.setattr(_tiles, "_WAVES", 1)
+    check(interpreter)
+    place = "_kernels" if source == SOURCE else "_norm_kernels"
+    monkeypatch.setattr(_tiles, place, mutated(source, old, new, tmp_path))
+    with pytest.raises(AssertionError):
+        check(interpreter)
