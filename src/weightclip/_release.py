@@ -246,6 +246,5 @@ def sum_slack(
 def _positions(module: nn.Module, use: Use) -> int:
     """Summands one record contributes to one entry of the weight gradient."""
     if isinstance(module, ConvNd):
-        axes = len(module.kernel_size)  # channels are in front of them, rows of a folded record in front of those
-        return max(math.prod(s[: -axes - 1]) * math.prod(s[-axes:]) for s in (use.outside, use.inside))
+        return max(math.prod(s[1:]) for s in (use.outside, use.inside))  # behind the channels: its rows too
     return max(1, math.prod(use.outside[:-1]))

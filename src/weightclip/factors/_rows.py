@@ -57,16 +57,16 @@ class Table:
             name, (n, k) = names.get(place, "a layer"), self.sizes
             if len(many) != len(few):
                 raise ContractError(
-                    f"{name} is used {len(many)} times for {n} records and {len(few)} times for {k}: what runs "
-                    "must not depend on the batch size."
+                    f"{name} is used {len(many)} times for {n} records and {len(few)} times for {k}: what runs must "
+                    "not depend on the batch size."
                 )
             self.uses[place] = len(many)
             for a, b in zip(many, few, strict=True):
                 found = layout_between(a, b, self.sizes)
                 if found is None:
                     raise ContractError(
-                        f"{name} gets a tensor of shape {tuple(a)} for {n} records and {tuple(b)} for {k}: "
-                        "one dimension must hold the records, each with as many rows."
+                        f"{name} gets a tensor of shape {tuple(a)} for {n} records and {tuple(b)} for {k}: one "
+                        "dimension must hold the records, each with as many rows."
                     )
                 self._add(place, len(a), found, names)
                 if found == NONE:  # every record gets its own copy, in front
