@@ -57,6 +57,8 @@ def trace_step(fused: bool = False) -> tuple[Counter[str], int]:
 if __name__ == "__main__":
     for fused in (False, True):
         calls, changes = trace_step(fused)
-        print(f"{'fused step' if fused else 'step'}: {sum(calls.values())} calls, {len(calls)} files, {changes} changes")
+        print(
+            f"{'fused step' if fused else 'step'}: {sum(calls.values())} calls, {len(calls)} files, {changes} changes"
+        )
         for name, count in calls.most_common():
             print(f"  {count:4d}  {name}")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "Squeeze", "Unsqueeze", "Transpose", "T",
           "Permute", "Select", "Slice")  # fmt: skip
+_ONLY = (0, 0)  # path of an only argument
 _COPIES = ("Clone", "ToCopy")  # contiguous(), float()
 # where the model ends: the wall; in a compiled model its graph, or a private layer that broke the graph
 _ENDS = {"_WallBackward", "CompiledFunctionBackward", "_StashBackward"} | {
@@ -60,7 +61,11 @@ class Entrance:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_plain() or not torch.is_grad_enabled():
             return
-        self.last = found = signature(args, kwargs)
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # the usual case
+            found: Signature = (_ONLY, args[0].shape[1:], args[0].dtype)
+        else:
+            found = signature(args, kwargs)
+        self.last = found
         if found != self.first and found not in self.calls:
             self._meet(found, args, kwargs)
 
