@@ -71,6 +71,7 @@ class Release:
         self.sum_dtype = torch.float64 if wide or in_pieces else torch.float32
         self.noise_dtype = torch.float64 if wide else torch.float32
         self.sums: list[Tensor | None] = [None] * len(self.blocks)
+        self._kept: tuple[Tensor, tuple[float, int], list[float]] | None = None
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of what lies in one piece."""
@@ -151,6 +152,15 @@ class Release:
         layers = constant(tuple(b.layer for b in self.blocks), sensitivities.device).long()
         return self.scales(sensitivities)[layers] * (_UP * self.views) / betas
 
+    def _multiples(self, sensitivities: Tensor) -> list[float]:
+        """The same in plain numbers; those of constant sensitivities are kept."""
+        settings = self.sigma, self.views
+        if self._kept is None or self._kept[0] is not sensitivities or self._kept[1] != settings:
+            scales = self.scales(sensitivities).tolist()
+            found = [scales[b.layer] * (_UP * self.views) / b.beta for b in self.blocks]
+            self._kept = sensitivities, settings, found
+        return self._kept[2]
+
     @torch.no_grad()
     def release(
         self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None,
@@ -200,8 +210,7 @@ class Release:
         else:
             streams.normal_(noise, NOISE, step)
             if sensitivities.is_cpu:
-                scales = self.scales(sensitivities).tolist()
-                multiples = [scales[b.layer] * (_UP * self.views) / b.beta for b in self.blocks]
+                multiples = self._multiples(sensitivities)
                 if noise.is_cpu and max(multiples) < 1e30:  # the same numbers; NumPy warns of infinite ones
                     array, start = noise.numpy(), 0
                     for size, multiple in zip(self.sizes, multiples, strict=True):
