@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := dev,table,onnx,test-stock
+EXTRAS := dev,table,onnx,test-stock,kernels
 WORKERS ?= 2
 TORCH ?= newest
 # One thread per test process: small matrices gain nothing from more, and the workers do not fight over cores.
@@ -18,7 +18,7 @@ help:
 	@echo "make test-full      the suite with its long tests, and the two below for minimum and newest: results/tests/full.log"
 	@echo "make test-torch     the core tests with another torch, in .venv-torch-x.y: TORCH=x.y, minimum or newest"
 	@echo "make test-install   the wheel in an empty environment, outside the checkout: TORCH=x.y, minimum or newest"
-	@echo "make test-kernels   the CUDA kernels in the interpreter of Triton (installs it, 1 GB)"
+	@echo "make test-kernels   the CUDA kernels in the interpreter of Triton"
 	@echo "make lint           ruff check, ruff format --check, pyright"
 	@echo "make format         let ruff rewrite the files"
 	@echo "make bench          time and memory against plain training and DP-SGD"
@@ -54,8 +54,7 @@ test-install:
 	$(PYTHON) tools/fresh_install.py $(TORCH)
 
 test-kernels: setup
-	$(BIN)/python -m pip install --quiet triton
-	$(SINGLE) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/factors/test_kernel.py tests/test_row_kernels.py
+	$(SINGLE) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/factors/test_kernel.py tests/factors/test_tiles.py tests/mutants/test_tile_mutants.py tests/test_row_kernels.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -233,6 +234,8 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) 
     while isinstance(args[tensors], Tensor):  # they come first
         tensors += 1
     key = (id(kernel), device, args[tensors:], *[(a.dtype, a.data_ptr() % 16) for a in args[:tensors]])
+    if device >= 0 and device not in _ready.__dict__:
+        _make_ready(device)
     found = _compiled.get(key)
     if found is not None:
         found[grid](*args)
@@ -246,6 +249,15 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) 
 
 
 _compiled: dict[Any, Any] = {}
+_ready = threading.local()  # devices whose context this thread has, by number
+
+
+def _make_ready(device: int) -> None:
+    """Triton launches in the thread's present context, which a backward thread has after its first call of CUDA's
+    runtime only: memory comes from torch's cache, so that our kernel may be that call."""
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.mem_get_info(device)
+        _ready.__dict__[device] = True
 
 
 @functools.cache
