@@ -39,12 +39,14 @@ class Entrance:
     Which promise needs it: rows of a product are records as the test of independence has seen it (condition b), and
     rounding is allowed for, at the shapes that were tested; integers where floats were declared would pass a projection
     unseen. Passes of other shapes are tested before their loss is admitted (``tested`` knows a signature), or refused
-    where a certificate was made for one shape.
+    where a certificate was made for one shape. An input that layers of the model made outside of it is refused: gradients
+    would reach these layers by a way that was not tested (assumption i).
     """
 
     _weightclip = True
 
-    def __init__(self, call: Call, fixed: bool) -> None:
+    def __init__(self, call: Call, fixed: bool, anchor: Tensor | None = None) -> None:
+        self.anchor = anchor
         self.first = signature(call.args, call.kwargs)
         self.fixed = fixed
         self.last: Signature = self.first
@@ -60,9 +62,25 @@ class Entrance:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_plain() or not torch.is_grad_enabled():
             return
+        if not torch.compiler.is_compiling():
+            self._refuse_graphs(tensors_of((args, kwargs)))
         self.last = found = signature(args, kwargs)
         if found != self.first and found not in self.calls:
             self._meet(found, args, kwargs)
+
+    def _refuse_graphs(self, inputs: list[Tensor]) -> None:
+        """What the model's own layers computed outside its forward pass was never tested for independence."""
+        todo, seen = [t.grad_fn for t in inputs if t.grad_fn is not None], set[Any]()
+        while todo:
+            node = todo.pop()
+            if getattr(node, "variable", None) is self.anchor:
+                raise ContractError(
+                    "an input of the private model was computed by its own layers, outside its forward pass, where "
+                    "nothing tests that records stay apart: do that inside the model's forward, or detach() the input."
+                )
+            new = [after for after, _ in node.next_functions if after is not None and after not in seen]
+            seen.update(new)
+            todo += new
 
     def call(self, found: Signature) -> Call:
         """A call of this signature, without its values."""

@@ -62,7 +62,7 @@ def install(t: Training) -> None:
             )  # fmt: skip
         measure = t.plan.measure(path, t.release.knorm) if bound else None
         t.collector.enter(Entry.of(layers[0], places, 1, joint, measure, layers[1:]))
-    t.entrance = Entrance(t.call, fixed=t.plan.graph is not None)
+    t.entrance = Entrance(t.call, t.plan.graph is not None, t.collector.anchor)
     t.gate = OutputGate(t, device, t.entrance)
     t.randomness = ForwardRandomness(device, functools.partial(_forward_key, t), t.draws)
     before, after = t.randomness.hooks()
