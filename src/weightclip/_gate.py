@@ -141,6 +141,7 @@ class Passage:
     autocast: torch.dtype | None
     signature: Signature
     modes: tuple[bool, ...]
+    batch: Any = None  # what the engine was told of the batch that the loader had given last
     compiled: bool = False
     ends: list[Tensor] = field(default_factory=list)  # of the model's own graph: every tensor that it returns
     versions: list[int] = field(default_factory=list)
@@ -317,7 +318,7 @@ class OutputGate:
             raise ContractError("the private model runs as a replica (DataParallel): use one process and one device.")
         if data_parallel_active():
             raise ContractError("DistributedDataParallel averages raw gradients before the noise: use the plain model.")
-        passage = Passage(autocast, self.entrance.last, owner.watch.modes())
+        passage = Passage(autocast, self.entrance.last, owner.watch.modes(), owner.info)
 
         def cut(end: Tensor) -> Tensor:
             place = passage.add(end)

@@ -147,6 +147,12 @@ class Training:
             is_open = self.plan.graph is None
             arguments = self.gate.enter(values, self.records, views, modes, is_open)
             passage, value = arguments[0].passage, arguments[0].value
+            if not passage.compiled and passage.batch is not info:
+                raise ContractError(
+                    "the loss was taken of an output that the model returned before the loader gave this batch: a "
+                    "record would count in a step that did not draw it. Call the model on every batch, then take its "
+                    "loss."
+                )
             grown = self._test(passage, [argument.end for argument in arguments])
             autocast = passage.autocast
             if autocast is None and value.dtype in (torch.bfloat16, torch.float16):
