@@ -63,14 +63,13 @@ def moved(make: Callable[[], nn.Module], step: Step = usual, data: Any = None, *
             run = made(make(), kept, **settings)
             for batch in run.loader:
                 step(run, batch)
-            sums.append(
-                torch.cat([8 * p.grad.double().flatten() for p in run.model.parameters() if p.grad is not None])
-            )
+            grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+            sums.append(torch.cat([8 * g.double().flatten() for g in grads]))
         worst = max(worst, float((sums[0] - sums[1]).norm()) / CAP)
     return worst
 
 
-# -- records that random records do not look like --------------------------------------------------------------------
+# -- records that random records do not look like ----------------------------------------------------------------------
 
 
 class Logarithms(Net):
@@ -186,7 +185,7 @@ def test_sound_models_that_take_logarithms_or_draw_are_trained() -> None:
     assert run.engine.steps == 1
 
 
-# -- ways around the forward pass ------------------------------------------------------------------------------------
+# -- ways around the forward pass --------------------------------------------------------------------------------------
 
 
 class Given(Net):
@@ -242,7 +241,7 @@ def test_an_output_of_an_earlier_batch_is_refused() -> None:
     assert run.engine.steps == 1
 
 
-# -- losses ----------------------------------------------------------------------------------------------------------
+# -- losses ------------------------------------------------------------------------------------------------------------
 
 
 def hardest(z: Tensor, y: Tensor) -> Tensor:
@@ -257,7 +256,7 @@ def test_a_loss_that_mixes_only_batches_of_some_size_is_refused() -> None:
         usual(run, next(iter(run.loader)))
 
 
-# -- ordinary code that failed ---------------------------------------------------------------------------------------
+# -- ordinary code that failed -----------------------------------------------------------------------------------------
 
 
 class Temperature(Net):
@@ -280,7 +279,20 @@ def test_a_parameter_without_dimensions() -> None:
         torch.testing.assert_close(p.grad, q.grad, msg=name)
 
 
-# -- mutants ---------------------------------------------------------------------------------------------------------
+def test_outputs_in_half_precision_are_copied_for_many_records() -> None:
+    run = made(head(), table(600), bounds=wc.Bounds(max_grad_norm=CAP))
+    x, y = next(iter(run.loader))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = run.model(x)
+    assert z.dtype == torch.bfloat16 and len(z) == 600
+    with pytest.raises(wc.ContractError, match="mixes or repeats"):
+        run.criterion(z.as_strided((600, 3), (0, 1)).float(), y)
+    run.criterion(z.float(), y).backward()
+    run.optimizer.step()
+    assert run.engine.steps == 1
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
 
 FAILURES = (AssertionError, pytest.fail.Exception)
 
@@ -329,7 +341,7 @@ def test_outputs_without_a_batch_are_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
     def enter(self: OutputGate, *args: Any) -> Any:
         found = right(self, *args)
-        found[0].passage.batch = self.owner().info  # type: ignore[misc, union-attr]
+        found[0].passage.batch = self.engine()._info  # type: ignore[misc, union-attr]
         return found
 
     monkeypatch.setattr(OutputGate, "enter", enter)

@@ -40,8 +40,8 @@ class Entrance:
     Which promise needs it: rows of a product are records as the test of independence has seen it (condition b), and
     rounding is allowed for, at the shapes that were tested; integers where floats were declared would pass a projection
     unseen. Passes of other shapes are tested before their loss is admitted (``tested`` knows a signature), or refused
-    where a certificate was made for one shape. An input that layers of the model made outside of it is refused: gradients
-    would reach these layers by a way that was not tested (assumption i).
+    where a certificate was made for one shape. An input that the model's own layers made outside of it is refused:
+    gradients would reach these layers by a way that was not tested (assumption i).
     """
 
     _weightclip = True
@@ -267,12 +267,27 @@ def keeps_records(view: Layout, output: Layout) -> bool:
 
 
 def copies_records(value: Tensor, edge: GradientEdge, fold: int) -> bool:
-    """The same through copies, by what two gradients become: each row's record number, and ones."""
-    record = torch.arange(value.shape[0], device=value.device).div(fold, rounding_mode="floor") + 1.0
-    marks = record.view(-1, *(1,) * (value.dim() - 1)).expand_as(value)
-    found, ones = (_pulled(value, edge, g).double() for g in (marks, torch.ones_like(marks)))
-    mine = torch.arange(found.shape[0], device=value.device).view(-1, *(1,) * (found.dim() - 1)) + 1.0
-    return bool(((ones == 0) | (ones == 1)).all()) and bool((found == ones * mine).all())
+    """The same through copies, by what gradients become: ones, and the digits of each row's record number.
+
+    Digits, because half precision on the way holds no larger number: 128 is exact in all types.
+    """
+    ones = _pulled(value, edge, torch.ones_like(value)).double()
+    if not bool(((ones == 0) | (ones == 1)).all()):
+        return False
+    record = torch.arange(value.shape[0], device=value.device).div(fold, rounding_mode="floor")
+    mine = torch.arange(ones.shape[0], device=value.device)
+    while True:
+        given, kept = (_on_rows(1.0 + i % 128, t) for i, t in ((record, value), (mine, ones)))
+        if not bool((_pulled(value, edge, given).double() == ones * kept).all()):
+            return False
+        record, mine = record // 128, mine // 128
+        if not bool(mine.any()):
+            return True
+
+
+def _on_rows(numbers: Tensor, like: Tensor) -> Tensor:
+    """One number for each row."""
+    return numbers.view(-1, *(1,) * (like.dim() - 1)).expand_as(like)
 
 
 def _source(node: Any) -> tuple[Any, int, bool]:
