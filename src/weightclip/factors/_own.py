@@ -70,8 +70,9 @@ def own_gradients(part: Any, x: Tensor, d: Tensor, conf: Sequence[int], way: int
 
     Whether it is follows from public shapes and settings alone.
     """
+    layer: bool = isinstance(part, nn.Module)
     fits = (
-        x.is_cpu and isinstance(part, nn.Module) and way in (CHEAPEST, EXACT) and not torch.is_grad_enabled()
+        x.is_cpu and layer and way in (CHEAPEST, EXACT) and not torch.is_grad_enabled()
         and part._wc_product.dtype == torch.float32 and x.dtype != torch.float64
         and len(x) * part.weight.numel() <= _ROOM
     )  # fmt: skip
