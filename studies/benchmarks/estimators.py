@@ -70,7 +70,7 @@ def bundled(name: str) -> Set:
     """One of the seven sets of the study."""
     table = data.load(name)
     frame = pd.DataFrame({c.name: table.values[c.name] for c in table.columns})
-    return Set(name, frame, np.array(table.target), Schema.of_study(table.schema))
+    return Set(name, frame, np.array(table.target), data.table_schema(table.schema))
 
 
 def others(folder: Path) -> Iterator[Set]:
