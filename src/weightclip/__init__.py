@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
     from weightclip import models as models
     from weightclip import nn as nn
     from weightclip import sampling as sampling
-    from weightclip._adaptive import Adaptive as Adaptive
     from weightclip._knorm import KNorm as KNorm
     from weightclip.accounting import Adjacency as Adjacency
     from weightclip.bounds import Effect as Effect
@@ -28,6 +27,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
     from weightclip.clipping import Rescale as Rescale
     from weightclip.clipping import SpectralProjection as SpectralProjection
     from weightclip.clipping import Sphere as Sphere
+    from weightclip.config import Adaptive as Adaptive
     from weightclip.config import Bounds as Bounds
     from weightclip.config import Certified as Certified
     from weightclip.engine import PrivacyEngine as PrivacyEngine
@@ -49,13 +49,12 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
 __version__ = "0.1.0"
 
 _HOMES = {
-    "weightclip._adaptive": ("Adaptive",),
     "weightclip._knorm": ("KNorm",),
     "weightclip.accounting": ("Adjacency",),
     "weightclip.bounds": ("Effect", "operator_norm_bound", "register_rule"),
     "weightclip.certificate": ("Certificate", "certify"),
     "weightclip.clipping": ("Bjorck", "Rescale", "SpectralProjection", "Sphere"),
-    "weightclip.config": ("Bounds", "Certified"),
+    "weightclip.config": ("Adaptive", "Bounds", "Certified"),
     "weightclip.engine": ("PrivacyEngine",),
     "weightclip.errors": ("BudgetSpent", "CertificationError", "ContractError", "WeightclipError"),
     "weightclip.estimators": ("LipDPClassifier", "LipDPRegressor"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from weightclip._adaptive import Adaptive, Quantiles
+from weightclip._adaptive import Quantiles
 from weightclip._example import Signature
 from weightclip._gate import Entrance, OutputGate
 from weightclip._independence import Probe, check_independence, refuse_mixing
@@ -21,6 +21,7 @@ from weightclip._randomness import FORWARD, ForwardRandomness
 from weightclip._release import sum_slack
 from weightclip._torch import forward_hooks
 from weightclip._watch import BufferGuard, in_modes
+from weightclip.config import Adaptive
 from weightclip.errors import CertificationError, ContractError
 from weightclip.factors import Collector, Entry, Limits, Product, make_layer_plain, make_layer_private
 from weightclip.factors._limits import BOUND
