@@ -34,7 +34,7 @@ class Net(nn.Module):
         return self.head(self.layer(x)[0][:, -1])
 
 
-def loop(model: nn.Module, optimizer: Any, loader: Any, criterion: Any) -> Callable[[], None]:
+def loop(model: Any, optimizer: Any, loader: Any, criterion: Any) -> Callable[[], None]:
     """One pass over the loader, which is one step."""
 
     def step() -> None:

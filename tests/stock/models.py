@@ -159,7 +159,7 @@ def bert(lib: Any) -> nn.Module:
 
 
 def _lora(lib: Any) -> Case:
-    import peft
+    import peft  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)
     config = peft.LoraConfig(
