@@ -36,7 +36,7 @@ def main() -> None:
     """Print medians over rounds, and the ratio."""
     from weightclip_studies import data
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--against", help="folder of another version of the package")
     arguments = parser.parse_args()

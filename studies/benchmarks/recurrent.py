@@ -70,7 +70,7 @@ def main() -> None:
         )
         model, optimizer, *rest = found
         loader, criterion = (rest[-1], rest[0]) if mode == "ghost" else (rest[-1], given["criterion"])
-        steps[f"opacus {mode}"] = loop(model, optimizer, loader, criterion)
+        steps[f"opacus {mode}"] = loop(model, optimizer, loader, criterion)  # pyright: ignore[reportArgumentType]
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS + 2):
         for name, step in steps.items():

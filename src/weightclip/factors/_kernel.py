@@ -234,7 +234,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) 
     while isinstance(args[tensors], Tensor):  # they come first
         tensors += 1
     key = (id(kernel), device, args[tensors:], *[(a.dtype, a.data_ptr() % 16) for a in args[:tensors]])
-    if device >= 0 and device not in _ready.__dict__:
+    if device >= 0 and str(device) not in _ready.__dict__:
         _make_ready(device)
     found = _compiled.get(key)
     if found is not None:
@@ -257,7 +257,7 @@ def _make_ready(device: int) -> None:
     runtime only: memory comes from torch's cache, so that our kernel may be that call."""
     if not torch.cuda.is_current_stream_capturing():
         torch.cuda.mem_get_info(device)
-        _ready.__dict__[device] = True
+        _ready.__dict__[str(device)] = True
 
 
 @functools.cache
