@@ -341,7 +341,7 @@ def test_outputs_without_a_batch_are_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
     def enter(self: OutputGate, *args: Any) -> Any:
         found = right(self, *args)
-        found[0].passage.batch = self.engine()._info  # type: ignore[misc, union-attr]
+        found[0].passage.batch = self.owner().info  # type: ignore[misc, union-attr]
         return found
 
     monkeypatch.setattr(OutputGate, "enter", enter)
