@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from weightclip._example import Call, Signature, signature
 from weightclip._torch import data_parallel_active, same_memory, version_of
 from weightclip._trees import map_tensors, tensors_of
+from weightclip._views import Layout, copies_records, keeps_records, pulled_back
 from weightclip.errors import ContractError
 from weightclip.factors import is_plain
 from weightclip.factors._limits import Eager
@@ -180,7 +181,7 @@ class Argument:
     def lay_out(self, gradient: Tensor) -> Tensor:
         """``gradient``, at the argument, as a gradient at the model's output itself."""
         if self.edge is not None:
-            return _pulled(self.value, self.edge, gradient)
+            return pulled_back(self.value, self.edge, gradient)
         end, value = self.passage.ends[self.end], self.value
         if _laid_alike(value, end):
             return gradient
@@ -188,12 +189,6 @@ class Argument:
         offset = value.storage_offset() - end.storage_offset()
         full.as_strided(value.shape, value.stride(), offset).copy_(gradient)
         return full
-
-
-def _pulled(value: Tensor, edge: GradientEdge, gradient: Tensor) -> Tensor:
-    """A gradient through the copies and views between an argument of the loss and the wall."""
-    (found,) = torch.autograd.grad(value, [edge], gradient.to(value.dtype), retain_graph=True)  # type: ignore[list-item]
-    return found
 
 
 def _laid_alike(a: Tensor, b: Tensor) -> bool:
@@ -225,69 +220,6 @@ class _Wall(Eager):
 
 def _same_place(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a tensor's entries lie in its storage."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Layout:
-        """The layout of ``tensor``."""
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
-
-    def grouped(self, fold: int) -> Layout:
-        """With ``fold`` rows of each record on a dimension of their own."""
-        (n, *shape), (step, *stride) = self.shape, self.stride
-        return Layout((n // fold, fold, *shape), (step * fold, step, *stride), self.offset)
-
-    def places(self) -> Tensor:
-        """Storage places of the first record's entries, sorted."""
-        place = torch.full((1,) * (len(self.shape) - 1), self.offset)
-        for axis, (size, step) in enumerate(zip(self.shape[1:], self.stride[1:], strict=True)):
-            steps = step * torch.arange(size)
-            place = place + steps.view(-1, *(1,) * (len(self.shape) - 2 - axis))
-        return place.flatten().sort().values
-
-
-def keeps_records(view: Layout, output: Layout) -> bool:
-    """Whether row i of ``view`` consists of entries of row i of ``output``, each at most once."""
-    if view == output:
-        return True
-    if not view.shape or view.shape[0] != output.shape[0]:
-        return False
-    if view.shape[0] > 1 and view.stride[0] != output.stride[0]:
-        return False
-    mine, theirs = view.places(), output.places()
-    return bool((mine.diff() > 0).all()) and bool(torch.isin(mine, theirs).all())
-
-
-def copies_records(value: Tensor, edge: GradientEdge, fold: int) -> bool:
-    """The same through copies, by what gradients become: ones, and the digits of each row's record number.
-
-    Digits, because half precision on the way holds no larger number: 128 is exact in all types.
-    """
-    ones = _pulled(value, edge, torch.ones_like(value)).double()
-    if not bool(((ones == 0) | (ones == 1)).all()):
-        return False
-    record = torch.arange(value.shape[0], device=value.device).div(fold, rounding_mode="floor")
-    mine = torch.arange(ones.shape[0], device=value.device)
-    while True:
-        given, kept = (_on_rows(1.0 + i % 128, t) for i, t in ((record, value), (mine, ones)))
-        if not bool((_pulled(value, edge, given).double() == ones * kept).all()):
-            return False
-        record, mine = record // 128, mine // 128
-        if not bool(mine.any()):
-            return True
-
-
-def _on_rows(numbers: Tensor, like: Tensor) -> Tensor:
-    """One number for each row."""
-    return numbers.view(-1, *(1,) * (like.dim() - 1)).expand_as(like)
 
 
 def _source(node: Any) -> tuple[Any, int, bool]:
