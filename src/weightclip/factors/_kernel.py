@@ -234,7 +234,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) 
     while isinstance(args[tensors], Tensor):  # they come first
         tensors += 1
     key = (id(kernel), device, args[tensors:], *[(a.dtype, a.data_ptr() % 16) for a in args[:tensors]])
-    if device >= 0 and str(device) not in _ready.__dict__:
+    if device >= 0 and device not in _ready.devices:
         _make_ready(device)
     found = _compiled.get(key)
     if found is not None:
@@ -249,7 +249,16 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) 
 
 
 _compiled: dict[Any, Any] = {}
-_ready = threading.local()  # devices whose context this thread has, by number
+
+
+class _Ready(threading.local):
+    """Devices whose context this thread has."""
+
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_ready = _Ready()
 
 
 def _make_ready(device: int) -> None:
@@ -257,7 +266,7 @@ def _make_ready(device: int) -> None:
     runtime only: memory comes from torch's cache, so that our kernel may be that call."""
     if not torch.cuda.is_current_stream_capturing():
         torch.cuda.mem_get_info(device)
-        _ready.__dict__[str(device)] = True
+        _ready.devices.add(device)
 
 
 @functools.cache
