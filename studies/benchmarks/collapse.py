@@ -76,6 +76,7 @@ TABLES = {
     "noise": mixed,
     "fresh": fresh,
     "tailed": tailed,
+    "noise_fresh": fresh,
 }  # noise: labels that no column tells of
 
 
