@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from weightclip._adaptive import Adaptive, Quantiles
+from weightclip._adaptive import Quantiles
 from weightclip._example import Signature
 from weightclip._example import signature as signature_of
 from weightclip._gate import Entrance, OutputGate
@@ -24,6 +24,7 @@ from weightclip._step import Tested
 from weightclip._torch import forward_hooks
 from weightclip._watch import BufferGuard, in_modes
 from weightclip.certificate import Plan
+from weightclip.config import Adaptive
 from weightclip.errors import CertificationError, ContractError
 from weightclip.factors import Collector, Entry, Limits, make_layer_plain, make_layer_private
 from weightclip.factors._limits import BOUND

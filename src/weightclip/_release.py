@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from weightclip._knorm import KNorm, fill_, spread
 from weightclip._open import OpenPlan
+from weightclip._record import constant
 from weightclip._row_kernels import fits, scale_blocks_
 from weightclip._streams import NOISE, Streams
 from weightclip._torch import ConvNd, add_all_, multiply_all_, norms_of_all, split_like
 from weightclip.certificate import Evaluation, Plan, Use
 from weightclip.factors import Product, tile_rounding, trained
-from weightclip.mechanisms import Allocation, constant, floored, floored_at, joint_multiplier, round_release_
+from weightclip.mechanisms import Allocation, floored, floored_at, joint_multiplier, round_release_
 
 _U = 2.0**-24
 _UP = 1.0 + 2.0**-22  # keeps a scale above its float64 value after it is rounded to float32
