@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "Squeeze", "Unsqueeze", "Transpose", "T",
           "Permute", "Select", "Slice")  # fmt: skip
-_ONLY = (0, 0)  # path of an only argument
 _COPIES = ("Clone", "ToCopy")  # contiguous(), float()
 # where the model ends: the wall; in a compiled model its graph, or a private layer that broke the graph
 _ENDS = {"_WallBackward", "CompiledFunctionBackward", "_StashBackward"} | {
@@ -66,11 +65,7 @@ class Entrance:
             return
         if not torch.compiler.is_compiling():
             self._refuse_graphs(tensors_of((args, kwargs)))
-        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # the usual case
-            found: Signature = (_ONLY, args[0].shape[1:], args[0].dtype)
-        else:
-            found = signature(args, kwargs)
-        self.last = found
+        self.last = found = signature(args, kwargs)
         if found != self.first and found not in self.calls:
             self._meet(found, args, kwargs)
 
