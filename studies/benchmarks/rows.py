@@ -47,7 +47,7 @@ def one(rows: int, columns: int, others: bool, ebm: str | None) -> dict[str, str
 
 
 _EBM = """
-import resource, sys, time, warnings
+import sys, time, warnings
 import numpy as np
 from interpret.privacy import DPExplainableBoostingClassifier
 warnings.simplefilter("ignore")
@@ -61,15 +61,14 @@ model = DPExplainableBoostingClassifier(epsilon=1.0, delta=1.0 / rows**2, privac
 cpu = time.process_time()
 model.fit(X, y)
 cpu = time.process_time() - cpu
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-print(f"{cpu:.1f},{peak:.0f},{model.score(X[:20000], y[:20000]):.4f}")
+print(f"{cpu:.1f},{model.score(X[:20000], y[:20000]):.4f}")
 """
 
 
 def _ebm(python: str, rows: int, columns: int) -> dict[str, str]:
     """DP-EBM on the same table, by an interpreter that has interpret-core."""
     done = subprocess.run([python, "-c", _EBM, str(rows), str(columns)], stdout=subprocess.PIPE, text=True, check=True)
-    return dict(zip(("ebm_cpu_s", "ebm_peak_MB", "ebm_accuracy"), done.stdout.strip().split(","), strict=True))
+    return dict(zip(("ebm_cpu_s", "ebm_accuracy"), done.stdout.strip().split(","), strict=True))
 
 
 def _peak() -> float:
