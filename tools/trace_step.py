@@ -1,6 +1,6 @@
 """Which files one private step of a two-layer network runs through: ``python tools/trace_step.py``.
 
-A reader who follows a step with a debugger opens these files. The count is held by ``tests/test_tools.py``.
+A reader who follows a step with a debugger opens these files.
 """
 
 from __future__ import annotations
