@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := dev,table,onnx,kernels
+EXTRAS := dev,table,onnx,test-stock,kernels
 WORKERS ?= 2
 TORCH ?= newest
 # One thread per test process: small matrices gain nothing from more, and the workers do not fight over cores.

@@ -186,7 +186,7 @@ def test_the_certificate_follows_and_stays_true():
 
     def sums(keep: Tensor) -> list[Tensor]:
         other, model, optimizer, loader, loss = engine_for(Twice(), X[keep], Y[keep], bounds)
-        other._quantiles.load_state(limits)
+        other.training.quantiles.load_state(limits)
         steps(other, model, optimizer, loader, loss, count=1)
         return [p.grad * 8 for p in model.parameters()]
 

@@ -155,7 +155,7 @@ def test_float32_products_count_every_view_in_the_slack():
     bounds = wc.Bounds(input_radius=1.0, product=wc.Product(torch.float32))
     one, _, _ = run(X, Y, 1, bounds)
     four, _, _ = run(X, Y, 4, bounds)
-    assert all(b > a for a, b in zip(one._release.slack, four._release.slack, strict=True))
+    assert all(b > a for a, b in zip(one.training.release.slack, four.training.release.slack, strict=True))
 
 
 # -- the grid ---------------------------------------------------------------------------------------------------------

@@ -187,3 +187,8 @@ def test_the_trusted_core_is_named_by_code_that_exists() -> None:
     table = text[text.index("### What is trusted") :].split("\n\n")[1]
     names = re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.splitlines()))
     assert len(names) >= 10 and [name for name in names if name not in definitions()] == []
+
+
+def test_the_map_of_the_code_names_code_that_exists() -> None:
+    names = re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", (ROOT / "docs" / "ARCHITECTURE.md").read_text())
+    assert len(names) >= 8 and [name for name in names if name not in definitions()] == []

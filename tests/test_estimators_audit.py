@@ -65,7 +65,8 @@ class Tap:
             relative = [t.double().flatten() / s * self.sigma for t, s in zip(sums, scales, strict=True)]
             tap.record(torch.cat(relative).numpy(), self.sigma)
             flat = tap.public(torch.cat([t.double().flatten() for t in sums]).numpy())
-            self.sums = [t.to(old.dtype) for t, old in zip(self._views(torch.from_numpy(flat)), sums, strict=True)]
+            parts = torch.from_numpy(flat).split([t.numel() for t in sums])
+            self.sums = [t.view_as(old).to(old.dtype) for t, old in zip(parts, sums, strict=True)]
             # noise of a seeded run is keyed by the sums: both neighbours get that of the public ones
             return real(self, sensitivities, Streams.seeded(step), step, factors, noise)
 

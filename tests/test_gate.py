@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip._gate import Layout, OutputGate, keeps_records
+from weightclip._gate import OutputGate
 from weightclip._projection import InputProjection, project_records
+from weightclip._views import Layout, keeps_records
 from weightclip.errors import ContractError
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
     from weightclip import models as models
     from weightclip import nn as nn
     from weightclip import sampling as sampling
-    from weightclip._adaptive import Adaptive as Adaptive
     from weightclip._compatible import explain as explain
     from weightclip._compatible import make_compatible as make_compatible
     from weightclip._knorm import KNorm as KNorm
@@ -30,6 +29,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
     from weightclip.clipping import Rescale as Rescale
     from weightclip.clipping import SpectralProjection as SpectralProjection
     from weightclip.clipping import Sphere as Sphere
+    from weightclip.config import Adaptive as Adaptive
     from weightclip.config import Bounds as Bounds
     from weightclip.config import Certified as Certified
     from weightclip.engine import PrivacyEngine as PrivacyEngine
@@ -51,14 +51,13 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
 __version__ = "0.1.0"
 
 _HOMES = {
-    "weightclip._adaptive": ("Adaptive",),
     "weightclip._compatible": ("explain", "make_compatible"),
     "weightclip._knorm": ("KNorm",),
     "weightclip.accounting": ("Adjacency",),
     "weightclip.bounds": ("Effect", "operator_norm_bound", "register_rule"),
     "weightclip.certificate": ("Certificate", "certify"),
     "weightclip.clipping": ("Bjorck", "Rescale", "SpectralProjection", "Sphere"),
-    "weightclip.config": ("Bounds", "Certified"),
+    "weightclip.config": ("Adaptive", "Bounds", "Certified"),
     "weightclip.engine": ("PrivacyEngine",),
     "weightclip.errors": ("BudgetSpent", "CertificationError", "ContractError", "WeightclipError"),
     "weightclip.estimators": ("LipDPClassifier", "LipDPRegressor"),

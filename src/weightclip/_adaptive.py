@@ -7,15 +7,14 @@ within it, as a sum of indicators centred at one half. The noisy answer moves th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weightclip._streams import Streams
+from weightclip.config import Adaptive
 from weightclip.errors import WeightclipError
 from weightclip.factors._limits import BOUND
 from weightclip.mechanisms import quantile_adjusted_sigma
@@ -24,29 +23,6 @@ QUANTILES = "weightclip/quantiles"
 _SILENT = 1e-15  # a record whose cotangent is (as good as) zero, padding above all, has no say
 _LOWEST, _HIGHEST = 1e-9, 1e9
 FIELDS = ("layer_radius", "cotangent_radius", "layer_cap")  # in the order of a private layer's limits
-
-
-@dataclass(frozen=True)
-class Adaptive:
-    """Let the enforced limits follow a quantile of the records' norms; the values in Bounds are where they start.
-
-    Attributes:
-        quantile: Share of the records that should lie within each limit.
-        rate: Step of the geometric update, eta in limit * exp(-eta (share - quantile)).
-        noise: sigma_b, standard deviation of the noise on each sum of centred indicators; None: expected batch / 20.
-    """
-
-    quantile: float = 0.5
-    rate: float = 0.2
-    noise: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.quantile < 1:
-            raise WeightclipError(f"Adaptive.quantile must lie in (0, 1), got {self.quantile!r}.")
-        if not self.rate > 0 or math.isinf(self.rate):
-            raise WeightclipError(f"Adaptive.rate must be a positive number, got {self.rate!r}.")
-        if self.noise is not None and not (self.noise > 0 and math.isfinite(self.noise)):
-            raise WeightclipError(f"Adaptive.noise must be a positive number or None, got {self.noise!r}.")
 
 
 class Counter:

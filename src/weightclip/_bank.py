@@ -10,10 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from weightclip._record import constant
 from weightclip._torch import ConvNd, ConvTransposeNd
 from weightclip.bounds import kernel_overlap
 from weightclip.bounds._operator_norms import gram_iteration, largest_eigenvalues, spectral_number
-from weightclip.mechanisms import constant
 
 _BLOCK = 1024  # terms a float32 product may add up before its result goes into a float64 sum
 _LARGE = 1 << 21  # multiply-adds beyond which a CPU Gram matrix is formed in float32 blocks

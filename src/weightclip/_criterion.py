@@ -104,7 +104,8 @@ class PrivateCriterion(nn.Module):
         """
         if not isinstance(outputs, Tensor) and not self.loss.takes_trees:
             outputs = _logits(outputs)
-        if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of(outputs))):
+        several = [outputs] if isinstance(outputs, Tensor) else tensors_of(outputs)
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in several)):
             return self.native(outputs, target)
         return self._private(outputs, target)  # pyright: ignore[reportCallIssue]
 
@@ -117,10 +118,12 @@ class PrivateCriterion(nn.Module):
     def take(self, outputs: Any, target: Any) -> Taken:
         """Take the loss of the present batch: admitted, with limits up to date; its backward pass is still to come."""
         training: Training = self.__dict__["_engine"].training
+        several = [outputs]
         if not isinstance(outputs, Tensor):  # what has no row for each record (a loss of the model's own) stays outside
             records = training.records
             outputs = map_tensors(lambda t: t if t.dim() and t.shape[0] == records else None, outputs)
-        arguments, mask = training.admit([t for t in tensors_of(outputs) if t.requires_grad])
+            several = [t for t in tensors_of(outputs) if t.requires_grad]
+        arguments, mask = training.admit(several)
         try:
             value, gradients = self.graded(outputs, target, mask, arguments[0].fold)
         except BaseException:

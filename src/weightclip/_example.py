@@ -16,6 +16,7 @@ from weightclip.errors import WeightclipError
 
 LABELS = ("label", "labels", "target", "targets", "y")
 Signature = tuple[Any, ...]
+Draw = Callable[..., Tensor]  # (shape, generator=) -> random numbers
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,14 @@ class Call:
         """Zeros of the same shapes, which take no memory."""
         return self.map(lambda t: torch.zeros((), dtype=t.dtype, device=device or t.device).expand(t.shape))
 
-    def random(self, n: int, seed: int) -> Call:
+    def random(self, n: int, seed: int, draw: Draw = torch.randn) -> Call:
         """n random records; integers are 0 or 1, which every table of tokens has."""
         generator = torch.Generator().manual_seed(seed)
 
         def fill(t: Tensor) -> Tensor:
             shape = (n, *t.shape[1:]) if t.dim() else ()
             floating = t.is_floating_point()
-            new = (
-                torch.randn(shape, generator=generator) if floating else torch.randint(0, 2, shape, generator=generator)
-            )
+            new = draw(shape, generator=generator) if floating else torch.randint(0, 2, shape, generator=generator)
             return new.to(t.device, t.dtype)
 
         return self.map(fill)

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from weightclip._gains import numerics_for
-from weightclip._record import Reads, side_stream
+from weightclip._record import Reads, constant, side_stream
 from weightclip._streams import NOISE, Streams, fill_normal_
 from weightclip._torch import optimizer_hooks
 from weightclip.factors._conv import _weights
-from weightclip.mechanisms import constant
 from weightclip.sampling import BatchInfo
 
 if TYPE_CHECKING:

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from weightclip._bank import NormBank
 from weightclip._open import OpenPlan
-from weightclip._record import Recorder
+from weightclip._record import Recorder, constant
 from weightclip._torch import ConvNd, norms_of_all, version_of
 from weightclip.bounds import Numerics, Scalar, kernel_overlap, layer_rule
 from weightclip.bounds._layer_norms import effective_weight, is_layer, norm_function
 from weightclip.certificate import Plan
 from weightclip.clipping import Rescale
 from weightclip.config import Bounds
-from weightclip.mechanisms import constant
 
 
 class Gains:

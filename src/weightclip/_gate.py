@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from weightclip._example import Call, Signature, signature
 from weightclip._torch import data_parallel_active, same_memory, version_of
 from weightclip._trees import map_tensors, tensors_of
+from weightclip._views import Layout, copies_records, keeps_records, pulled_back
 from weightclip.errors import ContractError
 from weightclip.factors import is_plain
 from weightclip.factors._limits import Eager
@@ -39,12 +40,14 @@ class Entrance:
     Which promise needs it: rows of a product are records as the test of independence has seen it (condition b), and
     rounding is allowed for, at the shapes that were tested; integers where floats were declared would pass a projection
     unseen. Passes of other shapes are tested before their loss is admitted (``tested`` knows a signature), or refused
-    where a certificate was made for one shape.
+    where a certificate was made for one shape. An input that the model's own layers made outside of it is refused:
+    gradients would reach these layers by a way that was not tested (assumption i).
     """
 
     _weightclip = True
 
-    def __init__(self, call: Call, fixed: bool) -> None:
+    def __init__(self, call: Call, fixed: bool, anchor: Tensor | None = None) -> None:
+        self.anchor = anchor
         self.first = signature(call.args, call.kwargs)
         self.fixed = fixed
         self.last: Signature = self.first
@@ -60,9 +63,25 @@ class Entrance:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_plain() or not torch.is_grad_enabled():
             return
+        if not torch.compiler.is_compiling():
+            self._refuse_graphs(tensors_of((args, kwargs)))
         self.last = found = signature(args, kwargs)
         if found != self.first and found not in self.calls:
             self._meet(found, args, kwargs)
+
+    def _refuse_graphs(self, inputs: list[Tensor]) -> None:
+        """What the model's own layers computed outside its forward pass was never tested for independence."""
+        todo, seen = [t.grad_fn for t in inputs if t.grad_fn is not None], set[Any]()
+        while todo:
+            node = todo.pop()
+            if getattr(node, "variable", None) is self.anchor:
+                raise ContractError(
+                    "an input of the private model was computed by its own layers, outside its forward pass, where "
+                    "nothing tests that records stay apart: do that inside the model's forward, or detach() the input."
+                )
+            new = [after for after, _ in node.next_functions if after is not None and after not in seen]
+            seen.update(new)
+            todo += new
 
     def call(self, found: Signature) -> Call:
         """A call of this signature, without its values."""
@@ -123,6 +142,7 @@ class Passage:
     autocast: torch.dtype | None
     signature: Signature
     modes: tuple[bool, ...]
+    batch: Any = None  # what the engine was told of the batch that the loader had given last
     compiled: bool = False
     ends: list[Tensor] = field(default_factory=list)  # of the model's own graph: every tensor that it returns
     versions: list[int] = field(default_factory=list)
@@ -156,7 +176,7 @@ class Argument:
     def lay_out(self, gradient: Tensor) -> Tensor:
         """``gradient``, at the argument, as a gradient at the model's output itself."""
         if self.edge is not None:
-            return _pulled(self.value, self.edge, gradient)
+            return pulled_back(self.value, self.edge, gradient)
         end, value = self.passage.ends[self.end], self.value
         if _laid_alike(value, end):
             return gradient
@@ -164,12 +184,6 @@ class Argument:
         offset = value.storage_offset() - end.storage_offset()
         full.as_strided(value.shape, value.stride(), offset).copy_(gradient)
         return full
-
-
-def _pulled(value: Tensor, edge: GradientEdge, gradient: Tensor) -> Tensor:
-    """A gradient through the copies and views between an argument of the loss and the wall."""
-    (found,) = torch.autograd.grad(value, [edge], gradient.to(value.dtype), retain_graph=True)  # type: ignore[list-item]
-    return found
 
 
 def _laid_alike(a: Tensor, b: Tensor) -> bool:
@@ -201,54 +215,6 @@ class _Wall(Eager):
 
 def _same_place(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a tensor's entries lie in its storage."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Layout:
-        """The layout of ``tensor``."""
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
-
-    def grouped(self, fold: int) -> Layout:
-        """With ``fold`` rows of each record on a dimension of their own."""
-        (n, *shape), (step, *stride) = self.shape, self.stride
-        return Layout((n // fold, fold, *shape), (step * fold, step, *stride), self.offset)
-
-    def places(self) -> Tensor:
-        """Storage places of the first record's entries, sorted."""
-        place = torch.full((1,) * (len(self.shape) - 1), self.offset)
-        for axis, (size, step) in enumerate(zip(self.shape[1:], self.stride[1:], strict=True)):
-            steps = step * torch.arange(size)
-            place = place + steps.view(-1, *(1,) * (len(self.shape) - 2 - axis))
-        return place.flatten().sort().values
-
-
-def keeps_records(view: Layout, output: Layout) -> bool:
-    """Whether row i of ``view`` consists of entries of row i of ``output``, each at most once."""
-    if view == output:
-        return True
-    if not view.shape or view.shape[0] != output.shape[0]:
-        return False
-    if view.shape[0] > 1 and view.stride[0] != output.stride[0]:
-        return False
-    mine, theirs = view.places(), output.places()
-    return bool((mine.diff() > 0).all()) and bool(torch.isin(mine, theirs).all())
-
-
-def copies_records(value: Tensor, edge: GradientEdge, fold: int) -> bool:
-    """The same through copies, by what two gradients become: each row's record number, and ones."""
-    record = torch.arange(value.shape[0], device=value.device).div(fold, rounding_mode="floor") + 1.0
-    marks = record.view(-1, *(1,) * (value.dim() - 1)).expand_as(value)
-    found, ones = (_pulled(value, edge, g).double() for g in (marks, torch.ones_like(marks)))
-    mine = torch.arange(found.shape[0], device=value.device).view(-1, *(1,) * (found.dim() - 1)) + 1.0
-    return bool(((ones == 0) | (ones == 1)).all()) and bool((found == ones * mine).all())
 
 
 def _source(node: Any) -> tuple[Any, int, bool]:
@@ -299,7 +265,7 @@ class OutputGate:
             raise ContractError("the private model runs as a replica (DataParallel): use one process and one device.")
         if data_parallel_active():
             raise ContractError("DistributedDataParallel averages raw gradients before the noise: use the plain model.")
-        passage = Passage(autocast, self.entrance.last, owner.watch.modes())
+        passage = Passage(autocast, self.entrance.last, owner.watch.modes(), owner.info)
 
         def cut(end: Tensor) -> Tensor:
             place = passage.add(end)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from weightclip._compatible import explain
-from weightclip._example import Call
+from weightclip._example import Call, Draw
 from weightclip._gains import exact_products
-from weightclip._torch import AnyDropout
+from weightclip._torch import AnyDropout, DispatchMode
 from weightclip._trees import tensors_of
 from weightclip.certificate import Use
 from weightclip.errors import ContractError
@@ -26,6 +26,7 @@ from weightclip.factors import Collector
 
 _SIZES = (7, 2, 1)
 _CLOSE, _HALF = 1e-3, 5e-2  # of the largest entry: kernels round rows differently at different batch sizes
+_LARGE, _HUGE = 3.0, 1e30  # of one record, next to which the others must stay what they are
 
 
 @dataclass
@@ -100,8 +101,13 @@ def _wave(n: int, device: torch.device, pitch: float = 1.0) -> Tensor:
 
 
 def _waves(output: Tensor) -> Tensor:
-    """A cotangent that is the same for every record and different for every entry."""
-    return _wave(output[0].numel(), output.device).view(output.shape[1:]).expand_as(output).to(output.dtype)
+    """A cotangent that is different for every entry, and for every record by what the model returns for it.
+
+    As a loss's is: one that all records have in common would not show a backward pass that mixes them.
+    """
+    wave = _wave(output[0].numel(), output.device).view(output.shape[1:])
+    own = torch.tanh(output.detach().float()).nan_to_num(0.0)
+    return (wave * (1 + 0.5 * own)).to(output.dtype)
 
 
 def _sketch(value: Tensor) -> Tensor:
@@ -132,8 +138,9 @@ def refuse_mixing(model: nn.Module) -> None:
 def check_independence(probe: Probe, call: Call, size: int) -> Facts | None:
     """Refuse a model in which one record changes another's output or product.
 
-    On random public records, at batch sizes 1, 2, 7 and ``size``: one record is changed, one is taken away, records
-    change places, and another batch comes before. Nobody else's output, input factor or cotangent may move.
+    On random public records, at batch sizes 1, 2, 7 and ``size``: one record is changed (also to one of 1e30, next to
+    which a weight of zero is no protection), one is taken away, records change places, all are equal, and another batch
+    comes before. Nobody else's output, input factor or cotangent may move.
 
     Formal guarantees:
         Reads shapes and types of ``call`` only. A test, no proof: a branch on values that random records never take is
@@ -148,29 +155,108 @@ def check_independence(probe: Probe, call: Call, size: int) -> Facts | None:
     return seen
 
 
+def _uniform(shape: Any, generator: torch.Generator) -> Tensor:
+    return 0.05 + 0.9 * torch.rand(shape, generator=generator)
+
+
+def _above_one(shape: Any, generator: torch.Generator) -> Tensor:
+    return 1 + torch.randn(shape, generator=generator).abs()
+
+
+_DRAWS: tuple[Draw, ...] = (torch.randn, _uniform, _above_one)  # the latter for models that take logarithms or roots
+
+
+def _draw_for(probe: Probe, call: Call, n: int) -> Draw | None:
+    """Random numbers of which the model makes finite ones, as far as there are any; None: n records do not run."""
+    best, most = None, -1
+    for draw in _DRAWS:
+        facts = _run(probe, call.random(n, 1, draw))
+        if facts is None:
+            continue
+        sketches = [t for t in (*facts.outputs, *facts.factors) if t is not None and len(t) == n]
+        fine = int(torch.stack([torch.isfinite(t).all(1).cpu() for t in sketches]).all(0).sum())
+        if fine > most:
+            best, most = draw, fine
+        if fine == n:
+            break
+    if best is not None and n == max(_SIZES) and not most:
+        raise ContractError(
+            "the model returns NaN or infinity for random records (standard normal, in (0, 1), and above 1; integers 0 "
+            "or 1), so that it cannot be seen whether it mixes them: clean its inputs inside the model (clamp, "
+            "nan_to_num), or do what needs special values (logarithms, roots) in the data set."
+        )
+    return best
+
+
 def _check_size(probe: Probe, call: Call, n: int) -> Facts | None:
     """All comparisons at one batch size; None where the model does not take it."""
-    here, there = call.random(n, 1), call.random(n, 2)
-    everyone, others = list(range(n)), [i for i in range(n) if i != n // 2]
     with _quiet_modules(probe.model, False):
-        seen = _run(probe, here)
-        if seen is None:
+        draw = _draw_for(probe, call, n)
+        if draw is None:
             return None
+        here, there = call.random(n, 1, draw), call.random(n, 2, draw)
+        seen = probe(here)
         if n > 1:
-            changed = _zip(here, there, lambda a, b: _put(a, b, n // 2))
-            _compare(seen, probe(changed), others, None, "changing one record")
+            _check_changes(probe, here, there, seen)
     with _quiet_modules(probe.model, True):
         base = probe(here)
-        if not _alike(base, probe(here, masks=1)):
-            return seen  # random numbers of the model's own: places in the stream move with the records
-        probe(there)
-        _compare(base, probe(here), everyone, None, "a batch that came before (state kept in the model)")
-        if n > 1:
-            fewer = here.map(lambda t: t[others] if t.dim() else t)
-            _compare(base, probe(fewer), others, everyone[:-1], "removing one record")
-            moved = here.map(lambda t: t.flip(0) if t.dim() else t)
-            _compare(base, probe(moved), everyone[::-1], everyone, "moving records to other places")
+        still: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if not _alike(base, probe(here, masks=1)):  # random numbers of the model's own: their places are the records'
+            still = _StillDraws()
+        with still:
+            _check_places(probe, here, there)
     return seen
+
+
+def _check_changes(probe: Probe, here: Call, there: Call, seen: Facts) -> None:
+    """One record becomes another one, or huge; of integers and masks, the only one that is not zero becomes zero."""
+    n = len(here.tensors[0])
+    others = [i for i in range(n) if i != n // 2]
+    for size in (_LARGE, _HUGE):
+        changed = _zip(here, there, lambda a, b, size=size: _put(a, b, n // 2, size))
+        _compare(seen, probe(changed), others, None, "changing one record")
+    if all(t.is_floating_point() for t in here.tensors):
+        return
+    alone, none = (_run(probe, here.map(lambda t, one=one: _marked(t, n // 2, one))) for one in (1, 0))
+    if alone is not None and none is not None:  # lengths of zero run nowhere
+        _compare(alone, none, others, None, "changing one record")
+
+
+def _check_places(probe: Probe, here: Call, there: Call) -> None:
+    """Another batch before, one record less, other places, and a batch of equal records."""
+    n = len(here.tensors[0])
+    everyone, others = list(range(n)), [i for i in range(n) if i != n // 2]
+    base = probe(here)
+    if not _alike(base, probe(here, masks=1)):
+        return  # draws that cannot be held still
+    probe(there)
+    _compare(base, probe(here), everyone, None, "a batch that came before (state kept in the model)")
+    if n > 1:
+        fewer = here.map(lambda t: t[others] if t.dim() else t)
+        _compare(base, probe(fewer), others, everyone[:-1], "removing one record")
+        moved = here.map(lambda t: t.flip(0) if t.dim() else t)
+        _compare(base, probe(moved), everyone[::-1], everyone, "moving records to other places")
+        for i in (0, n - 1):  # all take the same way through the model: one with room for few would show
+            equal = here.map(lambda t, i=i: t[i : i + 1].expand_as(t).clone() if t.dim() else t)
+            _compare(base, probe(equal), [i] * n, everyone, "a batch of equal records")
+
+
+class _StillDraws(DispatchMode):
+    """Inside, random numbers are constants: what a record gets does not depend on its place in the batch."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return out
+        name = func.overloadpacket.__name__
+        if name == "native_dropout":
+            out[1].fill_(True)
+            return out[0].copy_(args[0] / (1 - args[1])), out[1]
+        if isinstance(out, Tensor) and "attention" not in name:
+            if name.startswith("randperm"):
+                return out.copy_(torch.arange(len(out)))
+            out.fill_(1 if name.startswith("bernoulli") else 0.5 if out.is_floating_point() else 0)
+        return out
 
 
 def _both(seen: Facts, more: Facts) -> Facts:
@@ -194,12 +280,21 @@ def _zip(a: Call, b: Call, act: Callable[[Tensor, Tensor], Tensor]) -> Call:
     return a.map(lambda t: act(t, next(others)))
 
 
-def _put(a: Tensor, b: Tensor, i: int) -> Tensor:
+def _put(a: Tensor, b: Tensor, i: int, size: float) -> Tensor:
     if not a.dim():
         return a
     a = a.clone()
-    a[i] = 3 * b[i] if a.is_floating_point() else 1 - a[i] if a.dtype != torch.bool else ~a[i]
+    a[i] = size * b[i] if a.is_floating_point() else 1 - a[i] if a.dtype != torch.bool else ~a[i]
     return a
+
+
+def _marked(t: Tensor, i: int, one: int) -> Tensor:
+    """Integers and masks: all zero, but for record ``i``."""
+    if not t.dim() or t.is_floating_point():
+        return t
+    t = torch.zeros_like(t)
+    t[i] = one
+    return t
 
 
 def _compare(base: Facts, other: Facts, rows: list[int], places: list[int] | None, what: str) -> None:

@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from weightclip._adaptive import Adaptive, Quantiles
+from weightclip._adaptive import Quantiles
 from weightclip._example import Signature
 from weightclip._example import signature as signature_of
 from weightclip._gate import Entrance, OutputGate
 from weightclip._independence import Probe, check_independence, refuse_mixing
 from weightclip._open import OpenPlan
 from weightclip._projection import InputProjection
-from weightclip._randomness import FORWARD, ForwardRandomness
+from weightclip._randomness import ForwardRandomness
 from weightclip._release import sum_slack
 from weightclip._step import Tested
 from weightclip._torch import forward_hooks
 from weightclip._watch import BufferGuard, in_modes
 from weightclip.certificate import Plan
+from weightclip.config import Adaptive
 from weightclip.errors import CertificationError, ContractError
 from weightclip.factors import Collector, Entry, Limits, make_layer_plain, make_layer_private
 from weightclip.factors._limits import BOUND
@@ -62,9 +63,9 @@ def install(t: Training) -> None:
             )  # fmt: skip
         measure = t.plan.measure(path, t.release.knorm) if bound else None
         t.collector.enter(Entry.of(layers[0], places, 1, joint, measure, layers[1:]))
-    t.entrance = Entrance(t.call, fixed=t.plan.graph is not None)
+    t.entrance = Entrance(t.call, t.plan.graph is not None, t.collector.anchor)
     t.gate = OutputGate(t, device, t.entrance)
-    t.randomness = ForwardRandomness(device, functools.partial(_forward_key, t), t.draws)
+    t.randomness = ForwardRandomness(device, t.mask_key, t.draws)
     before, after = t.randomness.hooks()
     # ahead of the hooks that users have, which may draw too; moved only where it must be (torch 2.10 compiles no other)
     behind = bool(forward_hooks(t.model))
@@ -193,11 +194,6 @@ def size_up(t: Training) -> None:
         _adapt(t, t.engine.bounds.adaptive)
     moving = [e.joint is None and (bool(e.layer._wc_flags & BOUND) or t.quantiles is None) for e in entries]
     t.limits = Limits([entry.layer for entry in entries], moving, shares)
-
-
-def _forward_key(t: Training, call: int) -> bytes:
-    """The secret key of what the model draws in its ``call``-th pass over the present piece."""
-    return t.engine.streams.key(FORWARD, t.engine.steps, -1 if t.info is None else t.info.piece, call)
 
 
 def _adapt(t: Training, settings: Adaptive) -> None:

@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from weightclip._adaptive import Quantiles
 from weightclip._rows import Certificate, Row
 from weightclip.bounds import Numerics, Scalar, least, times
 from weightclip.certificate import Evaluation, Use, enforced_to, room_of
-from weightclip.config import Bounds
+from weightclip.config import Bounds, MovingLimits
 from weightclip.errors import CertificationError
 from weightclip.factors import families, trained
 
@@ -46,7 +45,7 @@ class OpenPlan:
             raise CertificationError("the model has no trainable parameters: nothing to make private.")
         self.loss_bound = math.inf
         self.loss_shape: tuple[int, ...] = ()
-        self.quantiles: Quantiles | None = None
+        self.quantiles: MovingLimits | None = None
 
     def learn(self, seen: Mapping[str, list[Use]]) -> bool:
         """Take in what a pass used of each layer; whether more than any pass before it.

@@ -1,4 +1,4 @@
-"""Device work that never changes, recorded once as a CUDA graph: one launch a step instead of hundreds."""
+"""Work that never changes goes to the device once: constants are copied once, launches recorded as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ from weightclip._torch import DispatchMode, storage_address, tree_leaves
 
 _WARM = 2  # plain runs before recording, so that libraries have made their plans and workspaces
 _MOST = 8  # graphs kept
+
+
+@functools.cache  # recorded graphs read them: none may be dropped
+def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Constants of a run, copied to the device once: every copy from the host would wait for the device."""
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 class Recorder:

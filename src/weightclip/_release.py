@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from weightclip._knorm import KNorm, fill_, spread
 from weightclip._open import OpenPlan
+from weightclip._record import constant
 from weightclip._row_kernels import fits, scale_blocks_
 from weightclip._streams import NOISE, Streams
 from weightclip._torch import ConvNd, add_all_, multiply_all_, norms_of_all, split_like
 from weightclip.certificate import Evaluation, Plan, Use
 from weightclip.factors import Product, tile_rounding, trained
-from weightclip.mechanisms import Allocation, constant, floored, floored_at, joint_multiplier, round_release_
+from weightclip.mechanisms import Allocation, floored, floored_at, joint_multiplier, round_release_
 
 _U = 2.0**-24
 _UP = 1.0 + 2.0**-22  # keeps a scale above its float64 value after it is rounded to float32
@@ -71,6 +72,7 @@ class Release:
         self.sum_dtype = torch.float64 if wide or in_pieces else torch.float32
         self.noise_dtype = torch.float64 if wide else torch.float32
         self.sums: list[Tensor | None] = [None] * len(self.blocks)
+        self._kept: tuple[Tensor, tuple[float, int], list[float]] | None = None
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of what lies in one piece."""
@@ -151,6 +153,15 @@ class Release:
         layers = constant(tuple(b.layer for b in self.blocks), sensitivities.device).long()
         return self.scales(sensitivities)[layers] * (_UP * self.views) / betas
 
+    def _multiples(self, sensitivities: Tensor) -> list[float]:
+        """The same in plain numbers; those of constant sensitivities are kept."""
+        settings = self.sigma, self.views
+        if self._kept is None or self._kept[0] is not sensitivities or self._kept[1] != settings:
+            scales = self.scales(sensitivities).tolist()
+            found = [scales[b.layer] * (_UP * self.views) / b.beta for b in self.blocks]
+            self._kept = sensitivities, settings, found
+        return self._kept[2]
+
     @torch.no_grad()
     def release(
         self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None,
@@ -200,8 +211,7 @@ class Release:
         else:
             streams.normal_(noise, NOISE, step)
             if sensitivities.is_cpu:
-                scales = self.scales(sensitivities).tolist()
-                multiples = [scales[b.layer] * (_UP * self.views) / b.beta for b in self.blocks]
+                multiples = self._multiples(sensitivities)
                 if noise.is_cpu and max(multiples) < 1e30:  # the same numbers; NumPy warns of infinite ones
                     array, start = noise.numpy(), 0
                     for size, multiple in zip(self.sizes, multiples, strict=True):
@@ -246,6 +256,5 @@ def sum_slack(
 def _positions(module: nn.Module, use: Use) -> int:
     """Summands one record contributes to one entry of the weight gradient."""
     if isinstance(module, ConvNd):
-        axes = len(module.kernel_size)  # channels are in front of them, rows of a folded record in front of those
-        return max(math.prod(s[: -axes - 1]) * math.prod(s[-axes:]) for s in (use.outside, use.inside))
+        return max(math.prod(s[1:]) for s in (use.outside, use.inside))  # behind the channels: its rows too
     return max(1, math.prod(use.outside[:-1]))

@@ -48,6 +48,7 @@ class Sensitivities:
         self.training, self.plan, self.release, self.entrywise = training, plan, release, entrywise
         self.recorder = Recorder(training.engine.device)
         self.gains = Gains(plan, plan.bounds, self.recorder)
+        self._fixed = plan.graph is None  # limits are constants, or follow quantiles
         self.values, self.factors, self.reach = torch.ones(len(plan.layers)), None, None
         self.autocast: torch.dtype | None = None
         modes = tuple(module.training for module in plan.model.modules())
@@ -64,6 +65,10 @@ class Sensitivities:
         self._find(autocast, modes, shape)
         self.set_limits()
 
+    @property
+    def _weightless(self) -> bool:
+        return self._fixed or self.gains.weightless
+
     def set_limits(self) -> None:
         """Every layer with a limit of its own is limited to what this release's noise is scaled for.
 
@@ -72,7 +77,7 @@ class Sensitivities:
         limits = self.training.limits
         if self.recorder.aside is None:
             # with quantiles limits are written by others too, and sensitivities never come from the cache
-            limits.set(self.values, constant=self.training.quantiles is None and self.gains.weightless)
+            limits.set(self.values, constant=self.training.quantiles is None and self._weightless)
         else:
             with torch.cuda.stream(self.recorder.aside):
                 limits.set(self.values)
@@ -124,7 +129,7 @@ class Sensitivities:
         self.plan.loss_bound, self.plan.loss_shape = self._loss_bounds[shape], shape
         often = on_cpu or engine.steps % 64 == 0  # on a device this waits for it
         plain = self.training.quantiles is None and self.entrywise is None
-        if plain and (not on_cpu or self.gains.weightless):
+        if plain and (not on_cpu or self._weightless):
             self.values, self.factors, self.reach = self._recorded()
             if often and not self.fit():
                 raise ContractError(_NOT_FINITE)
@@ -151,7 +156,9 @@ class Sensitivities:
         mode, how passes round, the loss's bound, where tensors lie, and whether clipping has left norms to start from.
         """
         device, plan = self.training.engine.device, self.plan
-        constant = (id(plan), numerics_for(device, self.autocast), plan.loss_bound, plan.loss_shape)
+        constant: Any = id(plan)  # limits that are public constants ask for nothing else
+        if plan.graph is not None:
+            constant = (constant, numerics_for(device, self.autocast), plan.loss_bound, plan.loss_shape)
         if constant in self._constants:
             return self._constants[constant]
 
@@ -164,11 +171,11 @@ class Sensitivities:
                 reach = [e.x.double() for e in evaluations.values() if isinstance(e.x, Tensor)]
                 return values, self.release.factors(values), torch.stack(reach) if reach else None
 
-        if self.gains.weightless:
+        if self._weightless:
             return self._constants.setdefault(constant, work())
         if self.gains.refresh > 1:  # takes snapshots on its way
             return work()
-        found = self.recorder(("bounds", *constant, self.gains.clipped, self.training.watch.addresses()), work)
+        found = self.recorder(("bounds", constant, self.gains.clipped, self.training.watch.addresses()), work)
         if device.type != found[0].device.type:  # plain numbers: no weight was looked at
             self._constants[constant] = found
         return found

@@ -35,8 +35,8 @@ def nist_answers(report: dict[str, Any]) -> dict[str, str]:
     return {
         "What is the privacy guarantee?": f"{'Pure' if pure else 'Approximate'} differential privacy, {guarantee}.",
         "What is the unit of privacy?": "One record (one element of the training data), for "
-        + str(_NEIGHBOURS.get(report["adjacency"], report["adjacency"])) + ". Several records of one person are not one "
-        "unit: group them first if persons are to be protected.",
+        + str(_NEIGHBOURS.get(report["adjacency"], report["adjacency"])) + ". Several records of one person are not "
+        "one unit: group them first if persons are to be protected.",
         "Which trust model?": "Central: whoever trains sees the records; what is protected is everything released, "
         "every step's noisy gradient and weights included.",
         "Which algorithms, with which sensitivity?": _mechanisms(report) + " Each record's contribution is limited to "

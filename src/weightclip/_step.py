@@ -25,10 +25,9 @@ from weightclip._gains import WeightClipper
 from weightclip._gate import Argument, Entrance, OutputGate, Passage
 from weightclip._knorm import Entrywise
 from weightclip._open import OpenPlan
-from weightclip._randomness import ForwardRandomness
+from weightclip._randomness import FORWARD, ForwardRandomness
 from weightclip._release import Release
 from weightclip._sensitivity import Sensitivities
-from weightclip._validate import evaluate_closure, refuse_scaler
 from weightclip._watch import Watch, refuse_stray_gradients
 from weightclip.certificate import Plan
 from weightclip.errors import ContractError
@@ -147,6 +146,12 @@ class Training:
             is_open = self.plan.graph is None
             arguments = self.gate.enter(values, self.records, views, modes, is_open)
             passage, value = arguments[0].passage, arguments[0].value
+            if not passage.compiled and passage.batch is not info:
+                raise ContractError(
+                    "the loss was taken of an output that the model returned before the loader gave this batch: a "
+                    "record would count in a step that did not draw it. Call the model on every batch, then take its "
+                    "loss."
+                )
             grown = self._test(passage, [argument.end for argument in arguments])
             autocast = passage.autocast
             if autocast is None and value.dtype in (torch.bfloat16, torch.float16):
@@ -277,8 +282,8 @@ class Training:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Step pre-hook of the optimiser: after the last piece of a draw its gradients are the release."""
-        refuse_scaler(optimizer)
-        evaluated = evaluate_closure(args, kwargs)
+        _refuse_scaler(optimizer)
+        evaluated = _evaluate_closure(args, kwargs)
         if self.released:  # a fused step has charged and set its gradients already
             self.released = self._skip = False
             self.refuse_strangers(optimizer)
@@ -314,6 +319,11 @@ class Training:
         if self.quantiles is not None:
             self.quantiles.release(streams, step)
 
+    def mask_key(self, call: int) -> bytes:
+        """The secret key of what the model draws in its ``call``-th pass over the present piece."""
+        piece = -1 if self.info is None else self.info.piece
+        return self.engine.streams.key(FORWARD, self.engine.steps, piece, call)
+
     def content(self) -> bytes:
         """What the noise of a seeded run is keyed by: weights, limits, and the sums that it is added to."""
         counts = [] if self.quantiles is None else self.quantiles.tensors()
@@ -324,4 +334,31 @@ class Training:
         """Step post-hook: weights are clipped."""
         if not self._skip:
             self.gate.clear()
-            self.clip()
+            if self.clip.work or self.plan.graph is not None:  # norms that it finds serve the next certificate
+                self.clip()
+
+
+def _evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A closure runs once, here, before anything is released; the optimiser gets its value in place of it.
+
+    An optimiser that called it again would recompute gradients without noise.
+    """
+    closures = [f for f in (*args[1:], *kwargs.values()) if callable(f)]
+    if not closures:
+        return None
+    with torch.enable_grad():
+        value = closures[0]()
+
+    def known(given: Any) -> Any:
+        return (lambda: value) if given is closures[0] else given
+
+    return (args[0], *map(known, args[1:])), {name: known(given) for name, given in kwargs.items()}
+
+
+def _refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """A gradient scaler skips steps by the data."""
+    scaler = [name for name in ("grad_scale", "found_inf") if getattr(optimizer, name, None) is not None]
+    for name in scaler:
+        delattr(optimizer, name)
+    if scaler:
+        raise ContractError("GradScaler skips steps depending on the data: use bfloat16 autocast without a scaler.")

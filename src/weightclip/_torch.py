@@ -7,6 +7,7 @@ another release. All of this works with the minimum that ``pyproject.toml`` decl
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -82,9 +83,7 @@ def reshaped_copy_of(value: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(value, value.shape)
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written in place."""
-    return tensor._version
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")  # how often a tensor was written in place
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
@@ -100,9 +99,8 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 # passes
 
 
-def transforms_active() -> bool:
-    """Whether code runs inside ``torch.func`` (grad, vmap, ...)."""
-    return torch._C._are_functorch_transforms_active()
+# whether code runs inside ``torch.func`` (grad, vmap, ...)
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:

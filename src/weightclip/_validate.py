@@ -124,29 +124,3 @@ def check_labels(dataset: Any, output_shape: tuple[int, ...], loss: Any) -> None
             f"labels lie in [{int(valid.min())}, {int(valid.max())}] but the model has {classes} outputs: "
             f"relabel to 0..{classes - 1} or widen the last layer."
         )
-
-
-def evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A closure runs once, here, before anything is released; the optimiser gets its value in place of it.
-
-    An optimiser that called it again would recompute gradients without noise.
-    """
-    closures = [f for f in (*args[1:], *kwargs.values()) if callable(f)]
-    if not closures:
-        return None
-    with torch.enable_grad():
-        value = closures[0]()
-
-    def known(given: Any) -> Any:
-        return (lambda: value) if given is closures[0] else given
-
-    return (args[0], *map(known, args[1:])), {name: known(given) for name, given in kwargs.items()}
-
-
-def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """A gradient scaler skips steps by the data."""
-    scaler = [name for name in ("grad_scale", "found_inf") if getattr(optimizer, name, None) is not None]
-    for name in scaler:
-        delattr(optimizer, name)
-    if scaler:
-        raise ContractError("GradScaler skips steps depending on the data: use bfloat16 autocast without a scaler.")

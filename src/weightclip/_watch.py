@@ -19,7 +19,7 @@ from weightclip.errors import ContractError
 
 
 class Watch:
-    """Trainable parameters as they were at ``make_private``.
+    """Trainable parameters and modules as they were at ``make_private``.
 
     Formal guarantees:
         ``check`` reads types, places and flags only, never values.
@@ -29,6 +29,7 @@ class Watch:
         self._modules = list(model.modules())
         self.parameters = list(model.named_parameters())
         self.kinds = [(p.dtype, p.device, p.requires_grad) for _, p in self.parameters]
+        self._children = [(m, list(m._modules.values())) for m in self._modules]
         self._tensors = [p for _, p in self.parameters] + list(model.buffers())
 
     def addresses(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -40,7 +41,13 @@ class Watch:
         return tuple([m.training for m in self._modules])
 
     def check(self) -> None:
-        """Raise one clear error for the first parameter that changed in kind."""
+        """Raise one clear error for the first parameter that changed in kind, or module that came or went."""
+        for module, children in self._children:
+            if list(module._modules.values()) != children:
+                raise ContractError(
+                    f"a part of {type(module).__name__} was added, replaced or removed after make_private, which has "
+                    "not tested the model that is there now: change the model first, then make it private."
+                )
         for (name, p), kind in zip(self.parameters, self.kinds, strict=True):
             if (p.dtype, p.device, p.requires_grad) != kind:
                 raise ContractError(

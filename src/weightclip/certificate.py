@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightclip._adaptive import Quantiles
 from weightclip._graph import Graph, trace
 from weightclip._rows import Certificate as Certificate
 from weightclip._rows import Row as Row
 from weightclip.bounds import Numerics, Scalar, least, plus, times
-from weightclip.config import Bounds
+from weightclip.config import Bounds, MovingLimits
 from weightclip.errors import CertificationError
 from weightclip.factors import Measure
 from weightclip.losses import Loss, recognise
@@ -93,7 +92,7 @@ class Plan:
                     f"layer '{path}' ({type(module).__name__}) has no in-product form, which {asked[0]} needs. "
                     f"Fix: leave it out of Bounds.{asked[0]} (a mapping by name), or use a torch layer."
                 )
-        self.quantiles: Quantiles | None = None  # where limits follow private quantiles
+        self.quantiles: MovingLimits | None = None  # where limits follow private quantiles
         self.loss_shape = graph.nodes[graph.output].op.out_shape  # of the loss's argument, one record
         self._checked = False
         projections = bounds.projections()

@@ -6,10 +6,10 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
-from weightclip._adaptive import Adaptive
 from weightclip.clipping import Rescale, Strategy
 from weightclip.errors import WeightclipError
 from weightclip.factors import CapNorm, Product
@@ -27,6 +27,37 @@ class Certified:
     Where the certificate is true no gradient is ever scaled (no clipping bias, the idea of the paper); the price is
     noise for the largest gradient that any record could have.
     """
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Let the enforced limits follow a quantile of the records' norms; the values in Bounds are where they start.
+
+    Attributes:
+        quantile: Share of the records that should lie within each limit.
+        rate: Step of the geometric update, eta in limit * exp(-eta (share - quantile)).
+        noise: sigma_b, standard deviation of the noise on each sum of centred indicators; None: expected batch / 20.
+    """
+
+    quantile: float = 0.5
+    rate: float = 0.2
+    noise: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.quantile < 1:
+            raise WeightclipError(f"Adaptive.quantile must lie in (0, 1), got {self.quantile!r}.")
+        if not self.rate > 0 or math.isinf(self.rate):
+            raise WeightclipError(f"Adaptive.rate must be a positive number, got {self.rate!r}.")
+        if self.noise is not None and not (self.noise > 0 and math.isfinite(self.noise)):
+            raise WeightclipError(f"Adaptive.noise must be a positive number or None, got {self.noise!r}.")
+
+
+class MovingLimits(Protocol):
+    """Limits that follow private quantiles, as a plan sees them."""
+
+    def limit(self, field: str, path: str) -> float | Tensor | None:
+        """The limit ``field`` of a layer as it stands; None where it does not move."""
+        ...
 
 
 _DEFAULT_CAP = 1.0

@@ -6,7 +6,6 @@ the standard deviation of the noise on the summed gradient of layer k, sigma is 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._record import constant
 from ._streams import NOISE as NOISE
 from ._streams import SAMPLING as SAMPLING
 from ._streams import Streams as Streams
@@ -49,12 +49,6 @@ def _check_sizes(dims: Sequence[int], layers: int) -> None:
         raise WeightclipError(
             f"allocation: {layers} sensitivities need as many parameter counts, all at least 1; got {list(dims)}."
         )
-
-
-@functools.cache  # recorded graphs read them: none may be dropped
-def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Constants of a run, copied to the device once: every copy from the host would wait for the device."""
-    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True)
@@ -202,52 +196,6 @@ def quantile_adjusted_sigma(z: float, queries: int, sigma_b: float) -> float:
 
 
 @dataclass(frozen=True)
-class GaussianMechanism:
-    """Adds the joint Gaussian noise of one step to a flat buffer of summed gradients.
-
-    Formal guarantees:
-        Releases all layers jointly with the multiplier :func:`joint_multiplier` gives, under ADD_OR_REMOVE_ONE, if
-        the sensitivities bound one record's contribution to each layer's sum. Noise depends on (root, step, layer)
-        alone: use every step number once per :class:`Streams`.
-    """
-
-    label: str = NOISE
-
-    def add_noise_(
-        self,
-        flat_sum: Tensor,
-        layer_slices: Sequence[slice],
-        scales: Tensor,
-        streams: Streams,
-        step: int,
-        scratch: Tensor | None = None,
-    ) -> Tensor:
-        """Adds s_k N(0, I) to each layer's slice in place.
-
-        Args:
-            flat_sum: Contiguous 1-D float32 or float64 buffer, G.
-            layer_slices: The slice of each layer, in the order of ``scales``.
-            scales: The s_k.
-            streams: Randomness of the run.
-            step: Public number of the step.
-            scratch: Optional buffer like ``flat_sum``, at least as long as the longest slice.
-
-        Returns:
-            ``flat_sum``.
-        """
-        if len(layer_slices) != scales.numel():
-            raise WeightclipError(f"add_noise_: {len(layer_slices)} slices for {scales.numel()} scales.")
-        spans = [range(*s.indices(flat_sum.numel())) for s in layer_slices]
-        if scratch is None:
-            scratch = flat_sum.new_empty(max((len(span) for span in spans), default=0))
-        scales = (scales.double() * _UP).to(device=flat_sum.device, dtype=flat_sum.dtype)
-        for k, span in enumerate(spans):
-            z = streams.normal_(scratch[: len(span)], self.label, step, k)
-            flat_sum[span.start : span.stop].addcmul_(z, scales[k])
-        return flat_sum
-
-
-@dataclass(frozen=True)
 class KNormMechanism:
     """The exponential (K-norm) mechanism: density proportional to exp(-epsilon0 max_k ||x_k||_p / Delta_k).
 
@@ -294,16 +242,6 @@ class KNormMechanism:
         """The joint norm max_k ||x_k||_p / Delta_k; a sum that one record moves by at most 1 in it gets epsilon0."""
         radii = floored(sensitivities).tolist()
         return max(float(np.linalg.norm(x.ravel(), self.p)) / r for x, r in zip(blocks, radii, strict=True))
-
-    def add_noise_(
-        self, flat_sum: Tensor, layer_slices: Sequence[slice], sensitivities: Tensor, streams: Streams, step: int
-    ) -> Tensor:
-        """Adds one joint draw to the layers' slices of a flat buffer, in place."""
-        spans = [range(*s.indices(flat_sum.numel())) for s in layer_slices]
-        noise = self.sample(sensitivities, [len(span) for span in spans], streams.numpy(NOISE + "/k-norm", step))
-        for span, x in zip(spans, noise, strict=True):
-            flat_sum[span.start : span.stop] += torch.from_numpy(x).to(flat_sum)
-        return flat_sum
 
 
 def round_release_(tensor: Tensor, grid: float) -> Tensor:

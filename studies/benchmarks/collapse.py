@@ -10,6 +10,8 @@ On generators that took no part in choosing defaults, 200 runs:
 
     python studies/benchmarks/collapse.py --runs 25 --records 600,2000 --columns 6 --tables fresh,tailed --declared no \
         --tasks classification --out results/estimators/collapse_fresh.csv
+    python studies/benchmarks/collapse.py --runs 20 --records 600,2000 --columns 6 --tables noise_fresh --epsilons 1 \
+        --tasks regression --declared no --out results/estimators/collapse_fresh.csv --append
 
 A run has collapsed when its score (accuracy, R²) lies more than 0.1 below the median of its setting. For regression the
 last column counts runs whose R² lies more than 0.01 below that of a constant, the mean of the fit's own predictions.
@@ -74,6 +76,7 @@ TABLES = {
     "noise": mixed,
     "fresh": fresh,
     "tailed": tailed,
+    "noise_fresh": fresh,
 }  # noise: labels that no column tells of
 
 
@@ -82,7 +85,7 @@ def one(task: str, table: str, n: int, columns: int, epsilon: float, seed: int, 
     rng = np.random.default_rng(seed)
     X = TABLES[table](rng, n + TEST, columns)
     weights = np.random.default_rng(columns).normal(size=columns) / np.sqrt(columns)
-    z = standard(X) @ weights if table != "noise" else rng.normal(size=len(X))
+    z = standard(X) @ weights if not table.startswith("noise") else rng.normal(size=len(X))
     bounds = (X.min(0), X.max(0)) if declared else None
     if task == "classification":
         y = (z + 0.1 * rng.normal(size=len(z)) > 0).astype(int)

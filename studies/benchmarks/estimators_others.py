@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 warnings.simplefilter("ignore")
+MISSING = "(missing)"
 
 
 def ebm(job, X, y, train, seed):
@@ -21,7 +22,7 @@ def ebm(job, X, y, train, seed):
     bounds, types = {}, []
     for c in job["columns"]:
         if c["type"] == "categorical":  # public categories are free; "nominal" would pay to find them
-            types.append([str(v) for v in c["categories"]] if c.get("categories") else "nominal")
+            types.append([*(str(v) for v in c["categories"]), MISSING] if c.get("categories") else "nominal")
         else:
             types.append("continuous")
             bounds[c["name"]] = (float(c.get("low", 0)), float(c.get("high", 1)))
@@ -78,9 +79,11 @@ def main():
     y = frame.pop("(y)").to_numpy()
     for c in job["columns"]:
         if c["type"] == "categorical":
-            text = frame[c["name"]].astype(str)  # values that are no public category count as missing, as with ours
+            text = frame[c["name"]].astype(
+                str
+            )  # what is no public category counts as missing, which is one more of them
             listed = [str(v) for v in c.get("categories") or ()]
-            frame[c["name"]] = text.where(text.isin(listed), None).astype(object) if listed else text
+            frame[c["name"]] = text.where(text.isin(listed), MISSING) if listed else text
     results = []
     for seed, (train, _, test) in enumerate(job["splits"]):
         start = time.perf_counter()

@@ -53,12 +53,12 @@ def test_a_number_is_released_once_however_often_the_fit_is_killed(kept):
     class Killed(BaseException):
         pass
 
-    def dies() -> float:
+    def dies() -> tuple[float, float]:
         raise Killed
 
     with pytest.raises(Killed):
-        kept.once(dies, default=1.0)
-    assert kept.once(lambda: pytest.fail("released twice"), default=1.0) == 1.0
+        kept.once(dies, default=(1.0, 0.0))
+    assert kept.once(lambda: pytest.fail("released twice"), default=(1.0, 0.0)) == (1.0, 0.0)
     (kept.folder / "look.json").unlink()
-    assert kept.once(lambda: 0.25, default=1.0) == 0.25
-    assert kept.once(lambda: pytest.fail("released twice"), default=1.0) == 0.25
+    assert kept.once(lambda: (0.25, 0.1), default=(1.0, 0.0)) == (0.25, 0.1)
+    assert kept.once(lambda: pytest.fail("released twice"), default=(1.0, 0.0)) == (0.25, 0.1)

@@ -46,7 +46,7 @@ def look(predictions, targets, sigma, weights=None, seed=0):
     f, y = np.asarray(predictions, dtype=float), np.asarray(targets, dtype=float)
     w = None if weights is None else np.asarray(weights, dtype=float)
     reference = np.linspace(-1.7, 1.7, 100) * (REFERENCE or f.std())
-    return agreement(lambda: iter([(f, y, w)]), reference, 5, len(f), sigma, Door(Streams.seeded(seed)))
+    return agreement(lambda: iter([(f, y, w)]), reference, 5, len(f), sigma, Door(Streams.seeded(seed)))[0]
 
 
 REFERENCE = 0.0
@@ -68,9 +68,9 @@ def test_one_record_moves_the_sums_by_no_more_than_the_noise_assumes(record, wei
     look(f, y, 1.0, w)
     look([*f, record[0]], [*y, record[1]], 1.0, None if w is None else [*w, weight])
     moved = np.linalg.norm(seen[1][0] - seen[0][0])
-    assert moved <= math.sqrt(seen[0][1]) and len(seen[0][0]) == (1 if weight is None else 2)
+    assert moved <= math.sqrt(seen[0][1]) and len(seen[0][0]) == (2 if weight is None else 3)
     if record == (9.0, 9.0) and weight in (None, 1.0, 1e9):
-        assert moved == pytest.approx(math.sqrt(1 if weight is None else 2))
+        assert moved == pytest.approx(math.sqrt(2 if weight is None else 3))
     if not np.isfinite(record).all() or (weight is not None and not weight > 0):
         assert moved == 0
 

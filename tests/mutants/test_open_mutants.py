@@ -43,7 +43,7 @@ def copies_are_trusted(patch: Patch) -> None:
 def entries_may_be_repeated(patch: Patch) -> None:
     def by_record(value: Tensor, edge, fold: int) -> bool:
         record = torch.arange(len(value)).div(fold, rounding_mode="floor") + 1.0
-        found, ones = (_gate._pulled(value, edge, g.view(-1, 1).expand_as(value)) for g in (record, 0 * record + 1))
+        found, ones = (_gate.pulled_back(value, edge, g.view(-1, 1).expand_as(value)) for g in (record, 0 * record + 1))
         return bool((found == ones * (torch.arange(len(found)) + 1.0).view(-1, 1, 1)).all())
 
     patch.setattr(_gate, "copies_records", by_record)

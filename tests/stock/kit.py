@@ -34,6 +34,7 @@ class Case:
         target: A label, or a vector, for each record.
         loss: (output, target) -> a number for each record: what the oracle differentiates.
         criterion: What make_private gets for it.
+        double: Whether float32 is too short for the oracle itself (norms of one pixel a channel: it errs by 1e-3).
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class Case:
     target: Tensor
     loss: Callable[[Any, Any], Tensor] = per_record
     criterion: Any = None
+    double: bool = False
 
 
 class Records(Dataset):

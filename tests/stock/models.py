@@ -159,7 +159,7 @@ def bert(lib: Any) -> nn.Module:
 
 
 def _lora(lib: Any) -> Case:
-    import peft
+    import peft  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)
     config = peft.LoraConfig(
@@ -208,7 +208,7 @@ HUGGING: dict[str, Callable[[Any], Case]] = {
         _pictures(), labels()),
     "MobileNet": lambda lib: Case(_converted(lib.MobileNetV2ForImageClassification(lib.MobileNetV2Config(
         depth_multiplier=0.1, min_depth=4, image_size=32, num_labels=CLASSES, classifier_dropout_prob=0.0))),
-        _pictures(), labels()),
+        _pictures(), labels(), double=True),
     "RegNet": lambda lib: Case(_converted(lib.RegNetForImageClassification(lib.RegNetConfig(
         embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], groups_width=4, num_labels=CLASSES))),
         _pictures(), labels()),
@@ -223,4 +223,7 @@ def made(name: str, lib: Any = None) -> Case:
     torch.manual_seed(0)
     case = PLAIN[name]() if name in PLAIN else HUGGING[name](lib)
     shaken(case.model)
+    if case.double:
+        case.model.double()
+        case.inputs = {name: value.double() for name, value in case.inputs.items()}
     return case

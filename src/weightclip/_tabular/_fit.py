@@ -116,14 +116,14 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
     *inner, (w, b) = fold(run.weights, run.settings.temperature)
     raw = Model(fitted.encoder, (*inner, (w, b)), "regression")
     reference = raw.logits(pretended(fitted.encoder))[:, 0]
-    middle, swing = float(reference.mean()), 1.0
+    swing, mean = 1.0, 0.0
     if not isinstance(plan.preprocessing, PublicScaling):
         look = functools.partial(
             agreement, lambda: _predictions(raw, table, scaled, plan.weights), reference, fitted.encoder.width, n,
             check, Door(plan.streams),  # charged before the training
         )  # fmt: skip
-        swing = look() if plan.checkpoint is None else plan.checkpoint.once(look, default=1.0)
-    w, b = w * np.float32(swing), b * np.float32(swing) + np.float32((1 - swing) * middle)
+        swing, mean = look() if plan.checkpoint is None else plan.checkpoint.once(look, default=(1.0, 0.0))
+    w, b = w * np.float32(swing), b * np.float32(swing) + np.float32((1 - swing) * mean)
     last = (w * np.float32(factor), b * np.float32(factor) + np.float32(shift))
     model = Model(fitted.encoder, (*inner, last), "regression", (), (low, high), target)
     public = {"target_range": [low, high], "settings": settings_json(run.settings)}

@@ -107,8 +107,8 @@ class Checkpoint:
             raise WeightclipError(f"cannot write {place} ({error.strerror or error}).") from error
         return stage
 
-    def once(self, make: Callable[[], float], default: float) -> float:
-        """A number that is released once, however often the fit is killed: as kept, or made and kept now.
+    def once(self, make: Callable[[], tuple[float, float]], default: tuple[float, float]) -> tuple[float, float]:
+        """Two numbers that are released once, however often the fit is killed: as kept, or made and kept now.
 
         Formal guarantees:
             `make` runs at most once in the life of the folder: where it was begun and its result is lost, `default`
@@ -117,10 +117,11 @@ class Checkpoint:
         place = self.folder / _LOOK
         try:
             if place.exists():
-                return float(json.loads(place.read_text(encoding="utf-8")) or default)
-            _write(place, b"0")
+                first, second = json.loads(place.read_text(encoding="utf-8")) or default
+                return float(first), float(second)
+            _write(place, b"null")
             found = make()
-            _write(place, json.dumps(found or 1e-12).encode())
+            _write(place, json.dumps(found).encode())
         except (OSError, ValueError, TypeError) as error:
             raise WeightclipError(f"cannot use {place} ({type(error).__name__}): remove {self.folder}.") from error
         return found

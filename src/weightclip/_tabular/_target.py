@@ -98,46 +98,52 @@ def pretended(encoder: Encoder, rows: int = 2000) -> np.ndarray:
     return np.column_stack(columns)
 
 
-def agreement(blocks: Blocks, reference: np.ndarray, features: int, n: int, sigma: float, door: Door) -> float:
-    """The factor, from 0 to 1, by which predictions should swing around the mean of `reference`.
+def agreement(
+    blocks: Blocks, reference: np.ndarray, features: int, n: int, sigma: float, door: Door
+) -> tuple[float, float]:  # fmt: skip
+    """(factor, mean): predictions should be factor·prediction + (1 − factor)·mean, the factor from 0 to 1.
 
-    With little data the noise of training can move predictions further from the targets than their middle is. A sum
-    over the records tells whether the targets follow the predictions; where that is not sure, the swing is taken back.
-    Predictions follow the targets they were fitted to even where there is nothing to learn, the more so the more
-    features they have: that much is taken off, and so is one deviation of the noise.
+    With little data the noise of training can move predictions further from the targets than the targets' mean is. A
+    sum over the records tells whether the targets follow the predictions; where that is not sure, the mean takes their
+    place. Predictions follow the targets they were fitted to even where there is nothing to learn, the more so the
+    more features they have: that much is taken off, and so is one deviation of the noise.
 
     Args:
         blocks: Makes a pass over (predictions, targets, sample weights or None), the first two in the units that the
             network learnt.
-        reference: Predictions for pretended records, which tell middle and swing of predictions at no cost.
+        reference: Predictions for pretended records, which tell how far predictions swing at no cost.
         features: Number of features, as released.
         n: Public number of records.
         sigma: Noise multiplier; 0 is not private.
         door: Where the release goes through.
 
     Formal guarantees:
-        Releases Σwuv (and with sample weights Σwu²) over records, u and v being prediction and target less the middle
-        in public units, cut to [−1, 1], and w the weight, cut to [0, 1]: one record moves it by at most 1 (both by at
-        most √2 in l2 norm), hence one Gaussian mechanism with multiplier `sigma` under adding or removing one record.
+        Releases Σwuv and Σwv (and with sample weights Σw) over records, u and v being prediction and target in public
+        units, cut to [−1, 1], and w the weight, cut to [0, 1]: one record moves the two by at most √2 (the three by at
+        most √3) in l2 norm, hence one Gaussian mechanism with multiplier `sigma` under adding or removing one record.
         Terms are whole multiples of 2^-30 and their sums are exact; a record whose target or prediction is not finite,
-        or whose weight is no number, counts zero. The factor is post-processing.
+        or whose weight is no number, counts zero. Factor and mean are post-processing.
     """
     middle, spread = float(np.mean(reference)), max(float(np.std(reference)), 1e-6)
-    total, weighted = np.zeros(2, dtype=np.int64), False
+    total, weighted = np.zeros(3, dtype=np.int64), False
 
-    def cut(x: np.ndarray, unit: float) -> np.ndarray:
-        return np.clip((x - middle) / (_REACH * unit), -1.0, 1.0)
+    def cut(x: np.ndarray, center: float, unit: float) -> np.ndarray:
+        return np.clip((x - center) / (_REACH * unit), -1.0, 1.0)
 
     for predictions, targets, weights in blocks():
         w = np.ones_like(targets) if weights is None else np.clip(np.nan_to_num(weights, nan=0.0), 0.0, 1.0)
         weighted = weights is not None
-        good = np.isfinite(predictions) & np.isfinite(targets)
-        u, v = np.where(good, cut(predictions, spread), 0.0), np.where(good, cut(targets, 1.0), 0.0)
-        total += np.rint(np.stack([w * u * v, w * u * u]) * _ONE).astype(np.int64).sum(axis=1)
-    sums, touched = total[: 2 if weighted else 1] / _ONE, 2.0 if weighted else 1.0
-    both, *own = private.release(sums, touched * (1 + 1e-5), sigma, door, "target/agreement").tolist()
+        w = np.where(np.isfinite(predictions) & np.isfinite(targets), w, 0.0)
+        u, v = np.nan_to_num(cut(predictions, middle, spread)), np.nan_to_num(cut(targets, 0.0, 1.0))
+        total += np.rint(np.stack([w * u * v, w * v, w]) * _ONE).astype(np.int64).sum(axis=1)
+    touched = 3 if weighted else 2
+    both, mean, *many = private.release(total[:touched] / _ONE, touched * (1 + 1e-5), sigma, door, "target/agreement")
     noise = sigma * math.sqrt(touched)
     # With weights nobody knows in public how many records there are in effect; without, there are n.
-    swing = max(own[0], 1.5 * noise, 1e-9) if own else n * max(float(np.mean(cut(reference, spread) ** 2)), 1e-9)
+    count = max(float(many[0]), 2 * noise, 1.0) if many else float(n)
+    mean = min(1.0, max(-1.0, float(mean) / count))
+    swing = count * max(float(np.mean(cut(reference, middle, spread) ** 2)), 1e-9)
+    # v is taken from zero: what u and v have in common by their means is no agreement
+    both = float(both) - count * mean * float(np.mean(cut(reference, middle, spread)))
     doubt = _SURE * noise + _FITTED * features / (_REACH**2 * spread)
-    return min(1.0, max(0.0, (both - doubt) / (_FOLLOW * spread * swing)))
+    return min(1.0, max(0.0, (both - doubt) / (_FOLLOW * spread * swing))), _REACH * mean

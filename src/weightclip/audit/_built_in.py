@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from weightclip import nn as wnn
-from weightclip._adaptive import Adaptive
 from weightclip.audit._subject import Records, Subject
-from weightclip.config import Bounds
+from weightclip.config import Adaptive, Bounds
 from weightclip.factors import Product
 from weightclip.losses import CrossEntropy
 from weightclip.mechanisms import AdamAware, LeastVariance

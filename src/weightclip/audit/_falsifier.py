@@ -128,7 +128,8 @@ def opened(engine: PrivacyEngine) -> Iterator[None]:
     Layers return their products as gradients, with radii and caps but without the limit that stands for a certified
     bound: whether that bound is true is what a search wants to know.
     """
-    gate, layers = engine.training.gate, [entry.layer for entry in engine.training.collector.entries]
+    gate, entries = engine.training.gate, engine.training.collector.entries
+    layers = [layer for entry in entries for layer in (entry.layer, *entry.tied)]
     before, flags = gate.owner, [layer._wc_flags for layer in layers]
     gate.owner = None
     for layer in layers:

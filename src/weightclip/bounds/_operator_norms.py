@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from weightclip._record import constant
 from weightclip.errors import CertificationError
-from weightclip.mechanisms import constant
 
 _U64 = 2.0**-53
 _TINY = 2.0**-1000  # divisor in place of 0: a zero matrix stays zero
@@ -159,20 +159,6 @@ def _by_products(a: Tensor, iterations: int, factor: float) -> Tensor:
     # 800·2⁻⁴⁸ < 1e-11 together. A matrix that is not finite has an f_0 that is not, and the result is NaN.
     margin = (1.0 + (6.0 * g * n * n if pairs else g * n)) ** 2
     return total.exp() * (margin * (1.0 + (k * n + n * n + 64) * _U64 + 1e-11))
-
-
-def drift_bound(norm_at_s: Tensor | float, weight_s: Tensor, weight_t: Tensor, m: int = 1) -> Tensor:
-    """Upper bound of ‖W_t‖₂ from a bound at an earlier step: ‖W_s‖ + √m·‖W_t − W_s‖_F.
-
-    Args:
-        norm_at_s: certified bound of the norm at ``weight_s``.
-        weight_s: weights when the bound was computed.
-        weight_t: weights now (as cast).
-        m: overlap of a convolution (``overlap``); 1 for dense weights.
-    """
-    wide = _wide(weight_t.dtype)
-    moved = frobenius(weight_t.detach().to(wide) - weight_s.detach().to(wide))
-    return (math.sqrt(m) * moved + norm_at_s) * (1.0 + 8.0 * _U64)
 
 
 def check_p(p: float) -> None:

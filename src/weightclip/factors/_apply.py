@@ -53,15 +53,17 @@ def multiplied(x: Tensor) -> Tensor:
     return x if isinstance(x, Copied) else as_multiplied(x)
 
 
-def convolved(x: Tensor, weight: Tensor) -> Tensor:
-    """As :func:`multiplied`, in the memory format of the kernel (:func:`laid_as`)."""
-    return x if isinstance(x, Copied) else laid_as(as_multiplied(x), weight)
+def convolved(x: Tensor, kernel: Tensor) -> Tensor:
+    """The same for a convolution, laid out as its kernel is."""
+    return x if isinstance(x, Copied) else laid_as(as_multiplied(x), kernel)
 
 
 def _copied(
     function: Any, part: Any, x: Tensor, weight: Tensor, bias: Tensor | None, passes: Passes, conf: tuple[Any, ...]
 ) -> Tensor:
     """The product of an input without records: one for every record."""
+    if torch.compiler.is_compiling():
+        raise ContractError(f"{_name(part)} runs on an input without records, which needs an uncompiled model.")
     each = x.copies() if isinstance(x, Copied) else x.unsqueeze(0).expand(passes.records, *x.shape)
     each = as_multiplied(each) if function in _MULTIPLY else each
     rows, fixed = each.shape[:2], function in (ConvFunction, AffineFunction)

@@ -75,8 +75,7 @@ class _Conv(Private):
             padding = (0,) * axes
         y = _apply(
             ConvFunction, self, convolved(input, conv.weight), self._kernel(), conv.bias, *self._conf(), conv.stride,
-            padding,
-            conv.dilation, conv.groups, False, (0,) * axes,
+            padding, conv.dilation, conv.groups, False, (0,) * axes,
         )  # fmt: skip
         return y.squeeze(0) if single else y
 
@@ -125,7 +124,7 @@ class _ConvTranspose(Private):
             input, output_size, conv.stride, conv.padding, conv.kernel_size, axes, conv.dilation
         )
         return _apply(
-            ConvFunction, self, multiplied(input), conv.weight, conv.bias, *self._conf(), conv.stride,
+            ConvFunction, self, convolved(input, conv.weight), conv.weight, conv.bias, *self._conf(), conv.stride,
             conv.padding, conv.dilation, conv.groups, True, tuple(extra),
         )  # fmt: skip
 

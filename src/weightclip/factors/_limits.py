@@ -156,7 +156,8 @@ def squared_norm(value: Tensor, more: float = 0.0) -> Tensor:
 
     ``more`` is added to each sum.
     """
-    flat = value if value.dim() == 2 else value.flatten(1)  # torch takes the norm in one pass, without storing squares
+    # torch takes the norm in one pass, without storing squares; one number a record: a parameter without dimensions
+    flat = value if value.dim() == 2 else value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)
     kind = None if flat.dtype in (torch.float32, torch.float64) else torch.float32
     return torch.linalg.vector_norm(flat, 2, 1, dtype=kind).square() + (flat.shape[1] * _TINIEST + more)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +73,7 @@ def own_gradients(part: Any, x: Tensor, d: Tensor, conf: Sequence[int], way: int
     fits = (
         x.is_cpu and isinstance(part, nn.Module) and way in (CHEAPEST, EXACT) and not torch.is_grad_enabled()
         and part._wc_product.dtype == torch.float32 and x.dtype != torch.float64
-        and len(x) * part.weight.numel() <= _ROOM
+        and len(x) * cast(Any, part).weight.numel() <= _ROOM
     )  # fmt: skip
     if not fits:
         return None
@@ -86,7 +86,7 @@ def own_gradients(part: Any, x: Tensor, d: Tensor, conf: Sequence[int], way: int
         shape = _kinds.shape_of(part, conf)
         if shape.transposed:
             return None
-        found = _conv(x.float(), d.float(), shape.geometry(), part.weight) if weight else None
+        found = _conv(x.float(), d.float(), shape.geometry(), cast(Any, part).weight) if weight else None
         return Own(found, d.flatten(2).sum(2, dtype=torch.float64) if bias else None)
     return None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightclip.errors import ContractError
-from weightclip.factors._apply import apply, multiplied
+from weightclip.factors._apply import apply, convolved, multiplied
 from weightclip.factors._conv import ConvFunction
 from weightclip.factors._copies import ROUTES, Copied, operate
 from weightclip.factors._dense import DenseFunction
@@ -108,7 +108,7 @@ def _conv(axes: int, transposed: bool) -> Any:
             padding = 0
         part = part_of(root.layer, CONV, root.name)
         sizes = _tuple(stride, axes), _tuple(padding, axes), dilation, options["groups"], transposed, extra
-        y = apply(ConvFunction, part, multiplied(input), part.weight, None, *confs(part), *sizes)
+        y = apply(ConvFunction, part, convolved(input, part.weight), part.weight, None, *confs(part), *sizes)
         return y if bias is None else y + bias.reshape(-1, *[1] * axes)
 
     return route

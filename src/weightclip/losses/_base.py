@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -118,6 +119,7 @@ def _work(z: Tensor) -> Tensor:
     return z if z.dtype == torch.float64 else z.float()
 
 
+@functools.cache
 def _slack(stored: torch.dtype, work: torch.dtype) -> float:
     # The bound is a statement about stored numbers: shrink by what softmax, norms and the last cast can round up.
     slack = 8 * torch.finfo(work).eps

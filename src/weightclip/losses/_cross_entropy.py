@@ -94,7 +94,7 @@ class CrossEntropy(Loss):
         if not usual or z.dtype != torch.float32 or y.dim() != 1:
             return super().both(z, y)
         factor = self._outer() / self.temperature * (1 - _slack(z.dtype, z.dtype))
-        if fits_classes(z, y):
+        if z.is_cuda and fits_classes(z, y):
             self._check_labels(z, y)
             return cross_entropy(z, y, self.ignore_index, self.temperature, self._outer(), factor)
         v = z if self.temperature == 1 else z / self.temperature

@@ -67,10 +67,16 @@ class PerRecordLoss(Loss):
         key = tuple((path, t.shape[1:], t.dtype, t.device) for path, t in leaves if isinstance(t, Tensor))
         if key in self._tested or torch.compiler.is_compiling():
             return
-        first, second = self._public(z, y, 0), self._public(z, y, 1)
+        rows = next((t.shape[0] for t in tensors_of(z) if t.dim()), 0)
+        for n in dict.fromkeys((3, max(2, rows))):  # few records, and as many as there are: some losses look at numbers
+            self._check_size(z, y, n)
+        self._tested.add(key)
+
+    def _check_size(self, z: Any, y: Any, n: int) -> None:
+        first, second = self._public(z, y, 0, n), self._public(z, y, 1, n)
         v, g = self._evaluate(*first)
         n = len(v)
-        for i in range(n):  # put record i of the second draw into the first, then leave record i out
+        for i in {0, n // 2, n - 1}:  # put record i of the second draw into the first, then leave record i out
             others = [j for j in range(n) if j != i]
             new = iter(tensors_of(second))
             swapped = map_tensors(lambda a, i=i, new=new: _swap(a, next(new), i), first)
@@ -82,15 +88,14 @@ class PerRecordLoss(Loss):
                         "PerRecordLoss: fn mixes records (changing or leaving out one record changed another's loss); "
                         "return each record's own value, without averages, sums or random numbers across records"
                     )
-        self._tested.add(key)
 
-    def _public(self, z: Any, y: Any, draw: int) -> tuple[Any, Any]:
+    def _public(self, z: Any, y: Any, draw: int, n: int) -> tuple[Any, Any]:
         if self.example is not None:
             return map_tensors(lambda t: t.roll(draw, 0) if t.dim() else t, self.example)
         generator = torch.Generator().manual_seed(20_240_229 + draw)
 
         def like(t: Tensor, signed: bool = False) -> Tensor:
-            shape = (3, *t.shape[1:]) if t.dim() else ()
+            shape = (n, *t.shape[1:]) if t.dim() else ()
             if not t.is_floating_point():
                 return torch.randint(0, 2, shape, generator=generator).to(t.device, t.dtype)
             x = torch.randn(shape, generator=generator) if signed else torch.rand(shape, generator=generator)

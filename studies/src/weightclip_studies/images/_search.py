@@ -76,8 +76,3 @@ def proposals(method: str, hidden: int, epsilon: float | None, trials: int, seed
     """``trials`` settings drawn from the method's space; the seed alone decides them."""
     rng = random.Random(f"{method}/{hidden}/{epsilon}/{seed}")
     return [HeadSettings(**{**_common(rng, epsilon, hidden), **_SPACES[method](rng, hidden)}) for _ in range(trials)]
-
-
-def noise_points(records: int, epsilons: tuple[float, ...]) -> list[tuple[float, int, int, int]]:
-    """Every (epsilon, records, batch, steps) a search can meet: what a noise table must hold."""
-    return [(e, records, min(b, records), t) for e in epsilons for b in BATCHES for t in STEPS[e]]

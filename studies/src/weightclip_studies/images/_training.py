@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from weightclip._adaptive import Adaptive
-from weightclip.config import Bounds
+from weightclip.config import Adaptive, Bounds
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import WeightclipError
 from weightclip.factors import CapNorm

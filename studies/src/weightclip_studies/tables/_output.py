@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from ._paper import best_lip, printed
-from ._settings import name_of
 from ._space import METHODS
 from ._tables import COLUMNS, TableRow, Verdict
 
@@ -206,8 +205,3 @@ def write_all(rows: Sequence[TableRow], judged: Sequence[Verdict], folder: Path,
         text,
         picture(rows, folder / "table1.png"),
     ]
-
-
-def row_name(row: TableRow) -> str:
-    """Short name of a row's method."""
-    return name_of(row.method, row.group_norm)
