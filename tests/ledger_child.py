@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip import _ledger
+from weightclip.accounting import _ledger
 
 BEFORE = 3  # writes that go well before the moment comes
 
