@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.factors import test_tiles as checks
+from tests.factors.kernels import test_tiles as checks
 from tests.triton_kit import kernel_device, run_interpreted
 
 from weightclip.factors.kernels import _tiles

@@ -136,7 +136,7 @@ def test_workers_and_pieces_do_not_change_an_augmentation() -> None:
     seen = []
     for workers, physical in ((0, None), (2, None), (0, 6), (1, 6)):
         run = augmented(data, workers=workers, max_physical_batch_size=physical, sample_rate=0.5)
-        run.engine.streams = run.loader.streams = wc.mechanisms.Streams.seeded(9)
+        run.engine.streams = run.loader.streams = wc.noise.Streams.seeded(9)
         seen.append([torch.cat([x for x, _ in run.loader])])
     full = seen[0][0]
     for (rows,) in seen[1:]:
@@ -184,7 +184,7 @@ def test_they_are_given_back_when_user_code_fails() -> None:
             run.model(bad)
         assert states() == before
     loader = DataLoader(Augmented(table(8), bad=3), batch_size=8)
-    keyed = wc.sampling.PoissonLoader(loader, sample_rate=1.0, streams=wc.mechanisms.Streams.secure(),
+    keyed = wc.sampling.PoissonLoader(loader, sample_rate=1.0, streams=wc.noise.Streams.secure(),
                                       on_batch=lambda info: None)  # fmt: skip
     with pytest.raises(RuntimeError, match="no such record"):
         next(iter(keyed))
