@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weightclip._device import constant
-from weightclip._torch import ConvNd, add_all_, multiply_all_, norms_of_all, split_like
+from weightclip._torch import ConvNd, add_all_, multiply_all_, norms_of_all, split_like, version_of
 from weightclip.certificate import Evaluation, OpenPlan, Plan, Use
 from weightclip.factors import Product, tile_rounding, trained
 from weightclip.factors.kernels import fits, scale_blocks_
@@ -71,7 +71,7 @@ class Release:
         self.sum_dtype = torch.float64 if wide or in_pieces else torch.float32
         self.noise_dtype = torch.float64 if wide else torch.float32
         self.sums: list[Tensor | None] = [None] * len(self.blocks)
-        self._kept: tuple[Tensor, tuple[float, int], list[float]] | None = None
+        self._kept: tuple[Tensor, tuple[float, int, int], list[float]] | None = None
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of what lies in one piece."""
@@ -154,7 +154,7 @@ class Release:
 
     def _multiples(self, sensitivities: Tensor) -> list[float]:
         """The same in plain numbers; those of constant sensitivities are kept."""
-        settings = self.sigma, self.views
+        settings = self.sigma, self.views, version_of(sensitivities)  # nobody may have written into them since
         if self._kept is None or self._kept[0] is not sensitivities or self._kept[1] != settings:
             scales = self.scales(sensitivities).tolist()
             found = [scales[b.layer] * (_UP * self.views) / b.beta for b in self.blocks]
