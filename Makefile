@@ -54,7 +54,7 @@ test-install:
 	$(PYTHON) tools/fresh_install.py $(TORCH)
 
 test-kernels: setup
-	$(SINGLE) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/factors/test_kernel.py tests/factors/test_tiles.py tests/mutants/test_tile_mutants.py tests/test_row_kernels.py
+	$(SINGLE) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/factors/kernels/test_products.py tests/factors/kernels/test_tiles.py tests/mutants/test_tile_mutants.py tests/factors/kernels/test_one_launch.py
 
 lint: setup
 	$(BIN)/ruff check .

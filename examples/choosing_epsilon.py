@@ -15,7 +15,7 @@ import pandas as pd
 
 import adult
 from weightclip.accounting import Mechanism, NegativeBinomialRuns, epsilon, search_cost
-from weightclip.estimators import LipDPClassifier
+from weightclip.tabular import LipDPClassifier
 
 table, y = adult.load(int(sys.argv[1]) if len(sys.argv) > 1 else 5000)
 X, bounds, categories = pd.DataFrame(table), adult.RANGES, adult.CATEGORIES

@@ -16,7 +16,7 @@ import pandas as pd
 
 import adult
 from weightclip.cli import main as weightclip
-from weightclip.estimators import LipDPClassifier
+from weightclip.tabular import LipDPClassifier
 
 folder = Path(tempfile.mkdtemp(prefix="weightclip-tutorial-"))
 rows = int(sys.argv[1]) if len(sys.argv) > 1 else 48842

@@ -16,16 +16,11 @@ import torch
 from tests._networks import Case
 from torch import Tensor, nn
 
-from weightclip._projection import InputProjection
 from weightclip.bounds import Numerics
-from weightclip.certificate import build_plan
+from weightclip.certificate._certificate import build_plan
+from weightclip.engine._projection import InputProjection
 from weightclip.factors import Collector, Entry, make_layer_private
-from weightclip.losses import (
-    BCEWithLogits,
-    Cosine,
-    CrossEntropy,
-    MultiMargin,
-)
+from weightclip.losses import BCEWithLogits, Cosine, CrossEntropy, MultiMargin
 
 
 def private_copy(case: Case, names: Sequence[str], uses: Mapping[str, int] | None = None) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip._streams import Streams
+from weightclip.noise._streams import Streams
 
 Data = tuple[Tensor, Tensor]
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip._ledger_format import Book, parse, read
+from weightclip.accounting._ledger_format import Book, parse, read
 
 
 def started(

@@ -12,8 +12,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from weightclip._streams import Streams
-from weightclip.sampling import BatchInfo, PoissonLoader
+from weightclip.noise._streams import Streams
+from weightclip.sampling._loader import BatchInfo, PoissonLoader
 
 
 class Spy(Streams):

@@ -78,6 +78,12 @@ def test_the_table_of_defaults_is_the_committed_one() -> None:
         assert f"| {task} | {' | '.join(cells)} |" in text
 
 
+def test_the_map_shows_every_room() -> None:
+    shown = set(re.findall(r"`src/weightclip/(\w+)/`", (DOCS / "ARCHITECTURE.md").read_text()))
+    rooms = {path.parent.name for path in (ROOT / "src" / "weightclip").glob("*/__init__.py")}
+    assert shown == rooms
+
+
 def test_every_page_has_its_place() -> None:
     listed = re.findall(r"```\{toctree\}\n(?::.*\n)*((?:[\w/-]+\n)+)```", (DOCS / "index.md").read_text())
     placed = [page for part in listed for page in part.split()]

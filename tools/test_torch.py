@@ -18,11 +18,12 @@ from releases import ROOT, only_argument
 # what meets torch's edges: graphs and certificates, layers, engine, sampling, checkpoints, estimators, text that runs
 CORE = [
     "README.md", "tests/test_torch_private.py", "tests/test_names.py", "tests/test_tutorials.py",
-    "tests/test_graph.py", "tests/test_certificate.py", "tests/test_transformer.py", "tests/test_layers_refused.py",
-    "tests/bounds/test_layer_norms.py", "tests/losses/test_custom.py", "tests/nn/test_averaging.py",
-    "tests/factors/test_*.py", "tests/test_engine*.py", "tests/test_caps.py", "tests/test_gains.py",
-    "tests/test_release.py", "tests/test_record.py", "tests/test_sampling*.py", "tests/test_checkpoint.py",
-    "tests/test_estimators.py", "tests/test_holes.py", "tests/test_any_loss.py", "tests/test_ledger.py",
+    "tests/bounds/test_layer_norms.py", "tests/certificate/test_*.py", "tests/losses/test_custom.py",
+    "tests/nn/test_averaging.py", "tests/factors/test_*.py", "tests/engine/test_engine*.py",
+    "tests/engine/test_caps.py", "tests/engine/test_transformer.py", "tests/engine/test_layers_refused.py",
+    "tests/noise/test_release.py", "tests/test_device.py", "tests/sampling/test_*.py",
+    "tests/engine/test_checkpoint.py", "tests/tabular/test_estimators.py", "tests/engine/test_holes.py",
+    "tests/engine/test_any_loss.py", "tests/accounting/test_ledger.py",
 ]  # fmt: skip
 NEEDED = ["pytest>=8", "hypothesis>=6.100", "opacus>=1.5"]
 

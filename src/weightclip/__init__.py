@@ -12,61 +12,92 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
     from weightclip import audit as audit
     from weightclip import bounds as bounds
     from weightclip import losses as losses
-    from weightclip import mechanisms as mechanisms
     from weightclip import models as models
     from weightclip import nn as nn
+    from weightclip import noise as noise
     from weightclip import sampling as sampling
-    from weightclip._compatible import explain as explain
-    from weightclip._compatible import make_compatible as make_compatible
-    from weightclip._knorm import KNorm as KNorm
     from weightclip.accounting import Adjacency as Adjacency
+    from weightclip.bounds import Bjorck as Bjorck
     from weightclip.bounds import Effect as Effect
+    from weightclip.bounds import Rescale as Rescale
+    from weightclip.bounds import SpectralProjection as SpectralProjection
+    from weightclip.bounds import Sphere as Sphere
     from weightclip.bounds import operator_norm_bound as operator_norm_bound
     from weightclip.bounds import register_rule as register_rule
+    from weightclip.certificate import Adaptive as Adaptive
+    from weightclip.certificate import Bounds as Bounds
     from weightclip.certificate import Certificate as Certificate
+    from weightclip.certificate import Certified as Certified
     from weightclip.certificate import certify as certify
-    from weightclip.clipping import Bjorck as Bjorck
-    from weightclip.clipping import Rescale as Rescale
-    from weightclip.clipping import SpectralProjection as SpectralProjection
-    from weightclip.clipping import Sphere as Sphere
-    from weightclip.config import Adaptive as Adaptive
-    from weightclip.config import Bounds as Bounds
-    from weightclip.config import Certified as Certified
     from weightclip.engine import PrivacyEngine as PrivacyEngine
+    from weightclip.engine import explain as explain
+    from weightclip.engine import make_compatible as make_compatible
     from weightclip.errors import BudgetSpent as BudgetSpent
     from weightclip.errors import CertificationError as CertificationError
     from weightclip.errors import ContractError as ContractError
     from weightclip.errors import WeightclipError as WeightclipError
-    from weightclip.estimators import LipDPClassifier as LipDPClassifier
-    from weightclip.estimators import LipDPRegressor as LipDPRegressor
     from weightclip.factors import CapNorm as CapNorm
     from weightclip.factors import Product as Product
     from weightclip.losses import PerRecordLoss as PerRecordLoss
-    from weightclip.mechanisms import AdamAware as AdamAware
-    from weightclip.mechanisms import Equal as Equal
-    from weightclip.mechanisms import Global as Global
-    from weightclip.mechanisms import LeastVariance as LeastVariance
+    from weightclip.noise import AdamAware as AdamAware
+    from weightclip.noise import Equal as Equal
+    from weightclip.noise import Global as Global
+    from weightclip.noise import KNorm as KNorm
+    from weightclip.noise import LeastVariance as LeastVariance
     from weightclip.sampling import ArrayDataset as ArrayDataset
+    from weightclip.tabular import LipDPClassifier as LipDPClassifier
+    from weightclip.tabular import LipDPRegressor as LipDPRegressor
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "weightclip._compatible": ("explain", "make_compatible"),
-    "weightclip._knorm": ("KNorm",),
     "weightclip.accounting": ("Adjacency",),
-    "weightclip.bounds": ("Effect", "operator_norm_bound", "register_rule"),
-    "weightclip.certificate": ("Certificate", "certify"),
-    "weightclip.clipping": ("Bjorck", "Rescale", "SpectralProjection", "Sphere"),
-    "weightclip.config": ("Adaptive", "Bounds", "Certified"),
-    "weightclip.engine": ("PrivacyEngine",),
-    "weightclip.errors": ("BudgetSpent", "CertificationError", "ContractError", "WeightclipError"),
-    "weightclip.estimators": ("LipDPClassifier", "LipDPRegressor"),
-    "weightclip.factors": ("CapNorm", "Product"),
+    "weightclip.bounds": (
+        "Bjorck",
+        "Effect",
+        "Rescale",
+        "SpectralProjection",
+        "Sphere",
+        "operator_norm_bound",
+        "register_rule",
+    ),
+    "weightclip.certificate": (
+        "Adaptive",
+        "Bounds",
+        "Certificate",
+        "Certified",
+        "certify",
+    ),
+    "weightclip.engine": (
+        "PrivacyEngine",
+        "explain",
+        "make_compatible",
+    ),
+    "weightclip.errors": (
+        "BudgetSpent",
+        "CertificationError",
+        "ContractError",
+        "WeightclipError",
+    ),
+    "weightclip.factors": (
+        "CapNorm",
+        "Product",
+    ),
     "weightclip.losses": ("PerRecordLoss",),
-    "weightclip.mechanisms": ("AdamAware", "Equal", "Global", "LeastVariance"),
+    "weightclip.noise": (
+        "AdamAware",
+        "Equal",
+        "Global",
+        "KNorm",
+        "LeastVariance",
+    ),
     "weightclip.sampling": ("ArrayDataset",),
+    "weightclip.tabular": (
+        "LipDPClassifier",
+        "LipDPRegressor",
+    ),
 }
-_PACKAGES = ("accounting", "audit", "bounds", "losses", "mechanisms", "models", "nn", "sampling")
+_PACKAGES = ("accounting", "audit", "bounds", "losses", "models", "nn", "noise", "sampling")
 
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weightclip.estimators import LipDPClassifier, LipDPRegressor
+from weightclip.tabular import LipDPClassifier, LipDPRegressor
 
 TEST = 4000
 

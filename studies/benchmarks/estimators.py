@@ -31,13 +31,22 @@ from sklearn.metrics import roc_auc_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-from weightclip._streams import Streams
-from weightclip._tabular import _defaults, _fit
-from weightclip._tabular._columns import Column, Schema
-from weightclip._tabular._encoder import Fitted
-from weightclip._tabular._plan import Plan, Preprocessing, PrivateScaling, PublicScaling
-from weightclip._tabular._table import Table, frame_columns, to_values
-from weightclip.estimators import LipDPClassifier
+from weightclip.noise import Streams
+from weightclip.tabular import (
+    Column,
+    FitPlan,
+    Fitted,
+    LipDPClassifier,
+    Preprocessing,
+    PrivateScaling,
+    PublicScaling,
+    Schema,
+    Table,
+    _fit,
+    frame_columns,
+    to_values,
+)
+from weightclip.tabular import defaults as _defaults
 from weightclip_studies import data
 from weightclip_studies.fast_mlp import Budget, Logistic, Settings, Softmax, logits, train_many
 
@@ -149,7 +158,7 @@ def tuned(s: Set, epsilon: float, delta: float, seeds: int, kind: str, tries: in
 
     def encode(split: int, seed: int, how: Preprocessing) -> tuple[Fitted, np.ndarray]:
         table = Table(columns, values[s.split(split)[0]])
-        plan = Plan(epsilon, delta, how, streams=Streams.seeded(seed))
+        plan = FitPlan(epsilon, delta, how, streams=Streams.seeded(seed))
         fitted = _fit._preprocess(table, plan, n)
         fitted = _fit._center(fitted, table, plan, n)
         return fitted, fitted.encoder.transform(values)

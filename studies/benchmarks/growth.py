@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 import weightclip as wc
-from weightclip._bank import NormBank
-from weightclip._streams import SAMPLING, Streams
 from weightclip.bounds import Numerics
-from weightclip.certificate import build_plan
+from weightclip.certificate import NormBank, build_plan
 from weightclip.losses import recognise
+from weightclip.noise import SAMPLING, Streams
 from weightclip.sampling import poisson_indices
 
 WIDTH = 316  # 1000 layers of 316 x 316 are 100 million parameters

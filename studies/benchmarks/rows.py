@@ -19,7 +19,7 @@ def one(rows: int, columns: int, others: bool, ebm: str | None) -> dict[str, str
     """One fit; memory counts everything in the process, the table too."""
     import numpy as np
 
-    from weightclip.estimators import LipDPClassifier
+    from weightclip.tabular import LipDPClassifier
 
     rng = np.random.default_rng(0)
     X = rng.normal(size=(rows, columns))

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import weightclip as wc
-from weightclip._keyed_records import KeyedRecords, Wanted
+from weightclip.sampling import KeyedRecords, Wanted
 
 
 def mlp() -> nn.Module:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from weightclip.accounting import Mechanism, calibrate_sigma
+from weightclip.accounting._accounting import Mechanism, calibrate_sigma
 from weightclip.audit import Trainer
 
 DELTA = 1e-5

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from weightclip.accounting import gdp_delta, gdp_epsilon
+from weightclip.accounting._accounting import gdp_delta, gdp_epsilon
 from weightclip.audit import Subject, one_run
 from weightclip.audit._one_run import (
     _guess,

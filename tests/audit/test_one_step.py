@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from weightclip.accounting import gdp_delta, gdp_epsilon
+from weightclip.accounting._accounting import gdp_delta, gdp_epsilon
 from weightclip.audit import Neighbours, StepLaw, falsify, hostile_neighbours, rounding_neighbours, step_law, subjects
 from weightclip.audit._one_step import Shift
-from weightclip.mechanisms import Allocation, floored
+from weightclip.noise._mechanisms import Allocation, floored
 
 SUBJECTS = subjects()
 

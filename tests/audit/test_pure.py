@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-import weightclip._knorm as knorm
+import weightclip.noise._knorm as knorm
 from weightclip.audit import Neighbours, falsify, pure_law, subjects
 from weightclip.errors import WeightclipError
 from weightclip.factors import Collector

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import weightclip._checkpoint as checkpoint
-from weightclip._release import Release
-from weightclip._streams import Streams
+import weightclip.engine._checkpoint as checkpoint
 from weightclip.audit import Subject, run_law, subjects
 from weightclip.audit._run_law import poisson_subject
-from weightclip.sampling import PoissonLoader
+from weightclip.noise._release import Release
+from weightclip.noise._streams import Streams
+from weightclip.sampling._loader import PoissonLoader
 
 
 @pytest.fixture

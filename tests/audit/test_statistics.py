@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from weightclip.accounting import gdp_delta, gdp_epsilon
+from weightclip.accounting._accounting import gdp_delta, gdp_epsilon
 from weightclip.audit._statistics import check_normal, clopper_pearson, compare
 
 

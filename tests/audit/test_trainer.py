@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightclip.accounting import Mechanism, gdp_epsilon
+from weightclip.accounting._accounting import Mechanism, gdp_epsilon
 from weightclip.audit import Trainer, audit_trainer
 from weightclip.audit._trainer import flat
 from weightclip.cli import main

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightclip._release import Release
 from weightclip.audit import subjects, two_worlds
+from weightclip.noise._release import Release
 
 JOINT = subjects()["joint cap"]
 LOUD = torch.full((1, 4), 3.0), torch.tensor([0])

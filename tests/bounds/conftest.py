@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weightclip._graph import Graph, trace
 from weightclip.bounds import Numerics, plus, times
+from weightclip.certificate._graph import Graph, trace
 
 EXPONENTS = (1, 2, math.inf)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from weightclip._graph import trace
 from weightclip.bounds import Numerics
+from weightclip.certificate._graph import trace
 from weightclip.errors import CertificationError
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from weightclip import nn as wnn
-from weightclip._graph import trace
 from weightclip.bounds import Numerics
+from weightclip.certificate._graph import trace
 from weightclip.errors import CertificationError
 
 SAFE = {

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from weightclip.bounds import _operator_norms
-from weightclip.bounds._operator_norms import (
-    dense_norm,
-    frobenius,
-    gram_iteration,
-    largest_eigenvalues,
-    spectral_norm,
-)
+from weightclip.bounds._operator_norms import dense_norm, frobenius, gram_iteration, largest_eigenvalues, spectral_norm
 from weightclip.errors import CertificationError
 
 

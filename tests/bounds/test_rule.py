@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import weightclip as wc
-from weightclip._graph import trace
 from weightclip.bounds import Edge, Effect, Op, layer_rule, least, module_rule, operator_rule, plus, root, times
 from weightclip.bounds._rule import _REGISTRY, root_sum
+from weightclip.certificate._graph import trace
 from weightclip.errors import CertificationError
 
 T = torch.tensor

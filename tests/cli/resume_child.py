@@ -14,9 +14,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import weightclip._tabular._private as private
-from weightclip._release import Release
+import weightclip.tabular._private as private
 from weightclip.cli import main
+from weightclip.noise._release import Release
 
 
 def watch(folder: Path, last: int, before: bool) -> None:

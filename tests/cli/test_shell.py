@@ -125,7 +125,7 @@ def test_what_nobody_expected_is_one_line_too(made, tmp_path, capsys, monkeypatc
     def surprise(*_, **__):
         raise RuntimeError("row 17: 123-45-6789\nsecond line")
 
-    monkeypatch.setattr("weightclip._tabular._files.load", surprise)
+    monkeypatch.setattr("weightclip.tabular.files.load", surprise)
     fails(capsys, *train(made, tmp_path / "m"), match="unexpected RuntimeError at test_shell.py:")
     monkeypatch.setenv("WEIGHTCLIP_DEBUG", "1")
     with pytest.raises(RuntimeError):

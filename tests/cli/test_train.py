@@ -151,8 +151,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path, capsys, monkeypatch):
     """A file is read in blocks, into a mapped array, and encoded draw by draw."""
     import tracemalloc
 
-    from weightclip._tabular import _files
-    from weightclip._tabular._columns import Schema
+    from weightclip.tabular import files as _files
+    from weightclip.tabular._columns import Schema
 
     monkeypatch.setattr(_files, "_ROWS", 100)
     names = [f"c{i}" for i in range(60)]
@@ -167,8 +167,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path, capsys, monkeypatch):
 
 
 def test_a_wrong_first_guess_is_revised(tmp_path, monkeypatch):
-    from weightclip._tabular import _files
-    from weightclip._tabular._columns import Schema
+    from weightclip.tabular import files as _files
+    from weightclip.tabular._columns import Schema
 
     monkeypatch.setattr(_files, "_ROWS", 3)
     path = tmp_path / "d.csv"

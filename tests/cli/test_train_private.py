@@ -42,8 +42,8 @@ def test_the_scratch_file_has_no_name(tmp_path, monkeypatch):
     import os
     import tempfile
 
-    from weightclip._tabular import _files
-    from weightclip._tabular._columns import Schema
+    from weightclip.tabular import files as _files
+    from weightclip.tabular._columns import Schema
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()

@@ -45,7 +45,7 @@ def test_record_norms_do_not_cancel():
 
 @pytest.mark.parametrize("shape", [(5, 6), (5, 6, 3), (5, 6, 2, 3)])
 def test_the_kernels_way_takes_records_with_and_without_positions(shape, monkeypatch):
-    """The kernel itself is in tests/factors/test_kernel.py; here a stand-in that asks for its shapes."""
+    """The kernel itself is in tests/factors/kernels/test_products.py; here a stand-in that asks for its shapes."""
 
     def sums(d, scale, x):
         assert d.shape == x.shape == (*shape[:2], max(1, torch.Size(shape[2:]).numel()))

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from tests.hostile.kit import SECRET, contents
 
-from weightclip._tabular import _folder
-from weightclip._tabular._model import Model
+from weightclip.tabular import folder as _folder
+from weightclip.tabular._model import Model
 
 KILLS = 50 if os.environ.get("WEIGHTCLIP_FULL") == "1" else 4
 NUMBER = 4711.0815  # in every record: as text, or as the eight bytes of a raw value

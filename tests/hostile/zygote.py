@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-import weightclip._tabular._fit  # noqa: F401 - so that no child imports it
+import weightclip.tabular._fit  # noqa: F401 - so that no child imports it
 from weightclip.cli import main
 
 

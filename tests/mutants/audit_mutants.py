@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-import weightclip._step as loop
 import weightclip.bounds._conv as conv_rules
 import weightclip.bounds._dense as dense_rules
 import weightclip.bounds._normalise as norm_rules
-import weightclip.certificate as certificate
+import weightclip.certificate._certificate as certificate
+import weightclip.engine._step as loop
 import weightclip.factors._dense as dense_factors
-import weightclip.sampling as sampling
-from weightclip._release import Release
-from weightclip._streams import Streams
-from weightclip.mechanisms import Allocation, floored
+import weightclip.sampling._loader as sampling
+from weightclip.noise._mechanisms import Allocation, floored
+from weightclip.noise._release import Release
+from weightclip.noise._streams import Streams
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 ALIGNED, CLIPPED, RADII, JOINT, PIECES, CONV, POOL, NORM, SHARED, FLOAT32, LARGE = (

@@ -26,18 +26,18 @@ from tests.mutants.audit_mutants import (
     mutant,
 )
 
-import weightclip._checkpoint as checkpoint
-import weightclip._gains as gains
-import weightclip._install as install
-import weightclip._projection as projection
-import weightclip._step as loop
-import weightclip.certificate as certificate
-import weightclip.engine as engine
+import weightclip.certificate._certificate as certificate
+import weightclip.certificate._gains as gains
+import weightclip.engine._checkpoint as checkpoint
+import weightclip.engine._engine as engine
+import weightclip.engine._install as install
+import weightclip.engine._projection as projection
+import weightclip.engine._step as loop
 import weightclip.losses as losses
-import weightclip.sampling as sampling
-from weightclip._release import Release
-from weightclip._streams import Streams
+import weightclip.sampling._loader as sampling
 from weightclip.factors import Collector
+from weightclip.noise._release import Release
+from weightclip.noise._streams import Streams
 
 
 @mutant("noise for the mean added to the sum", "noise", ALIGNED)

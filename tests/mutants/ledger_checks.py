@@ -12,8 +12,8 @@ import torch
 from tests.ledger_kit import book_of, charges, disk, killed, started, steps
 
 import weightclip as wc
-from weightclip._ledger_format import read
-from weightclip.accounting import Mechanism, epsilon
+from weightclip.accounting._accounting import Mechanism, epsilon
+from weightclip.accounting._ledger_format import read
 from weightclip.errors import UncountedReleases
 
 CHECKS: list[Callable[[], None]] = []

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.engine.test_holes import BOUNDS, REFUSED, Branch, Mean, Memory, Running
 from tests.engine_kit import private, table
 from tests.holes import HOLES, moved
-from tests.test_holes import BOUNDS, REFUSED, Branch, Mean, Memory, Running
 
 import weightclip as wc
-from weightclip import _install as install
-from weightclip._gate import Entrance, _Wall
-from weightclip._step import Training
-from weightclip._watch import BufferGuard
+from weightclip.engine import _install as install
+from weightclip.engine._gate import Entrance, _Wall
+from weightclip.engine._step import Training
+from weightclip.engine._watch import BufferGuard
 from weightclip.factors import Collector, Limits, _apply, _collect, _collector, _layers, _limits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*attribute", "ignore:.*should not be instantiated")

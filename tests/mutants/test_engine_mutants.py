@@ -10,14 +10,14 @@ from tests.mutants.engine_checks import CHECKS
 from torch import Tensor
 
 import weightclip as wc
-from weightclip import _checkpoint
-from weightclip._projection import InputProjection
-from weightclip._release import Release
-from weightclip._sensitivity import Sensitivities
-from weightclip._step import Training
-from weightclip._streams import Streams
-from weightclip._watch import Watch
-from weightclip.sampling import PoissonLoader
+from weightclip.engine import _checkpoint
+from weightclip.engine._projection import InputProjection
+from weightclip.engine._sensitivity import Sensitivities
+from weightclip.engine._step import Training
+from weightclip.engine._watch import Watch
+from weightclip.noise._release import Release
+from weightclip.noise._streams import Streams
+from weightclip.sampling._loader import PoissonLoader
 
 # resuming without a ledger says what it cannot know
 pytestmark = pytest.mark.filterwarnings("ignore::weightclip.errors.UncountedReleases")

@@ -8,12 +8,13 @@ import pytest
 from tests.mutants import ledger_checks as checks
 from tests.mutants.ledger_checks import CHECKS
 
-from weightclip import _checkpoint, _ledger, _ledger_format
-from weightclip._ledger import Ledger
-from weightclip._ledger_format import Book
-from weightclip._step import Training
-from weightclip.engine import PrivacyEngine
-from weightclip.sampling import PoissonLoader
+from weightclip.accounting import _ledger, _ledger_format
+from weightclip.accounting._ledger import Ledger
+from weightclip.accounting._ledger_format import Book
+from weightclip.engine import _checkpoint
+from weightclip.engine._engine import PrivacyEngine
+from weightclip.engine._step import Training
+from weightclip.sampling._loader import PoissonLoader
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)

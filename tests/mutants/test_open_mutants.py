@@ -1,4 +1,4 @@
-"""Mistakes that open models invite, each as a patch that a test of tests/test_open_models.py must show."""
+"""Mistakes that open models invite, each as a patch that a test of tests/engine/test_open_models.py must show."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests import test_open_models as tests
+from tests.engine import test_open_models as tests
+from tests.engine.test_holes import REFUSED
 from tests.holes import moved, usual
-from tests.test_holes import REFUSED
 from torch import Tensor
 
 import weightclip as wc
-from weightclip import _criterion, _gate, _install
-from weightclip._step import Training
+from weightclip.engine import _criterion, _gate, _install
+from weightclip.engine._step import Training
 from weightclip.factors._rows import Layout, Table
 
 Patch = pytest.MonkeyPatch

@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from tests import test_noise_reuse as reuse
-from tests.test_public_pieces import a_scheduler_of_iterations_does_not_see_the_draw
-from tests.test_randomness import augmentation_belongs_to_the_record, masks_do_not_come_from_the_users_seed
-from tests.test_strict import a_records_place_does_not_depend_on_the_others
+from tests.engine import test_noise_reuse as reuse
+from tests.engine.test_public_pieces import a_scheduler_of_iterations_does_not_see_the_draw
+from tests.engine.test_strict import a_records_place_does_not_depend_on_the_others
+from tests.sampling.test_randomness import augmentation_belongs_to_the_record, masks_do_not_come_from_the_users_seed
 
 import weightclip as wc
-from weightclip import _step
-from weightclip._adaptive import Quantiles
-from weightclip._digest import tensors_digest
-from weightclip._pieces import Cutter, Piece
-from weightclip._randomness import ForwardRandomness, Generators
-from weightclip._step import Training
-from weightclip._streams import Streams
-from weightclip.sampling import PoissonLoader
+from weightclip.engine import _step
+from weightclip.engine._digest import tensors_digest
+from weightclip.engine._step import Training
+from weightclip.noise._adaptive import Quantiles
+from weightclip.noise._streams import Streams
+from weightclip.sampling._loader import PoissonLoader
+from weightclip.sampling._pieces import Cutter, Piece
+from weightclip.sampling._randomness import ForwardRandomness, Generators
 
 Patch = pytest.MonkeyPatch
 MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[], None]]] = {}
@@ -53,7 +53,7 @@ def dropout_from_a_public_key(patch: Patch) -> None:
 @mutant(augmentation_belongs_to_the_record)
 def augmentation_from_the_users_seed(patch: Patch) -> None:
     patch.setattr(Generators, "seed", lambda self, key: None)
-    patch.setattr("weightclip._keyed_records.given_back", _nothing)
+    patch.setattr("weightclip.sampling._keyed.given_back", _nothing)
 
 
 class _nothing:

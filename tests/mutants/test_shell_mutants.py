@@ -12,14 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.test_checkpoint_strangers import TAMPERED, resealed, started, stepped
+from tests.engine.test_checkpoint_strangers import TAMPERED, resealed, started, stepped
 
 import weightclip as wc
-from weightclip import _checkpoint
-from weightclip._tabular import _files, _folder, _swap
-from weightclip._tabular._columns import Schema
-from weightclip.estimators import LipDPClassifier, PublicScaling
-from weightclip.estimators._weights import Weighted
+from weightclip.engine import _checkpoint
+from weightclip.tabular import _swap
+from weightclip.tabular import files as _files
+from weightclip.tabular import folder as _folder
+from weightclip.tabular._classifier import LipDPClassifier
+from weightclip.tabular._columns import Schema
+from weightclip.tabular._plan import PublicScaling
+from weightclip.tabular._weights import Weighted
 
 N = 400
 X = np.random.default_rng(0).uniform(-1, 1, (N, 2))

@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 
-import weightclip._tabular._fit as fit
-import weightclip._tabular._table as table
-import weightclip._tabular._target as target
-import weightclip.estimators._base as base
-import weightclip.estimators._classifier as classifier
-from weightclip._tabular._columns import canonical
+import weightclip.tabular._base as base
+import weightclip.tabular._classifier as classifier
+import weightclip.tabular._fit as fit
+import weightclip.tabular._table as table
+import weightclip.tabular._target as target
 from weightclip.audit._estimators import canaries, estimator_check
+from weightclip.tabular._columns import canonical
 
 
 def codes_by_equality(patch):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.factors import test_tiles as checks
+from tests.factors.kernels import test_tiles as checks
 from tests.triton_kit import kernel_device, run_interpreted
 
-from weightclip.factors import _tiles
+from weightclip.factors.kernels import _tiles
 
 SOURCE = Path(_tiles.__file__).with_name("_tiles_triton.py")
 NORMS = Path(_tiles.__file__).with_name("_triton.py")

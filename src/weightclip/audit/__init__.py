@@ -8,6 +8,8 @@
 - :func:`estimator_check` sends canary rows through ``fit`` of the estimators;
 - :func:`sampled_releases`, :func:`two_worlds` and :func:`one_run` give lower bounds of epsilon from samples;
 - :func:`audit_trainer` takes anybody's trainer, as a function from data to what it releases.
+
+Imports every room but the command line, which is the only one that imports it.
 """
 
 from __future__ import annotations
@@ -45,13 +47,18 @@ from weightclip.audit._one_step import step_law as step_law
 from weightclip.audit._pure import PureLaw as PureLaw
 from weightclip.audit._pure import pure_law as pure_law
 from weightclip.audit._releases import SampledReleases as SampledReleases
+from weightclip.audit._releases import claimed_curve as claimed_curve
 from weightclip.audit._releases import sampled_releases as sampled_releases
 from weightclip.audit._run_law import RunLaw as RunLaw
 from weightclip.audit._run_law import run_law as run_law
 from weightclip.audit._statistics import TwoWorlds as TwoWorlds
 from weightclip.audit._statistics import clopper_pearson as clopper_pearson
+from weightclip.audit._statistics import compare as compare
+from weightclip.audit._subject import Records as Records
 from weightclip.audit._subject import Run as Run
 from weightclip.audit._subject import Subject as Subject
+from weightclip.audit._subject import joined as joined
+from weightclip.audit._subject import repeated as repeated
 from weightclip.audit._suite import ExtraAudit as ExtraAudit
 from weightclip.audit._suite import Report as Report
 from weightclip.audit._suite import run_audit as run_audit

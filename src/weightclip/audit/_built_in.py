@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from weightclip import nn as wnn
 from weightclip.audit._subject import Records, Subject
-from weightclip.config import Adaptive, Bounds
+from weightclip.certificate import Adaptive, Bounds
 from weightclip.factors import Product
 from weightclip.losses import CrossEntropy
-from weightclip.mechanisms import AdamAware, LeastVariance
+from weightclip.noise import AdamAware, LeastVariance
 
 GELU_PEAK = math.sqrt(2)  # where GELU is steepest
 

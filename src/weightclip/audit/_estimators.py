@@ -133,7 +133,7 @@ def estimator_check(
     Every draw takes all records (q = 1): the whole fit is a composition of Gaussian mechanisms, whose exact curve
     is the claim that is tested. Both worlds have the same public number of records.
     """
-    from weightclip.estimators import LipDPClassifier, LipDPRegressor
+    from weightclip.tabular import LipDPClassifier, LipDPRegressor
 
     kind = LipDPRegressor if canary.regression else LipDPClassifier
     scores: list[list[float]] = [[], []]

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 
 from weightclip.audit._subject import Records, Run, Subject, units_of
-from weightclip.config import Bounds
+from weightclip.certificate import Bounds
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import WeightclipError
-from weightclip.factors._limits import BOUND, CAP
+from weightclip.factors import BOUND, CAP
 from weightclip.losses import BCEWithLogits, CrossEntropy, Loss, MultiMargin
 
 TOLERANCE = 1e-6

@@ -22,7 +22,7 @@ from weightclip.accounting import calibrate_sigma, gdp_epsilon
 from weightclip.audit._releases import claimed_curve
 from weightclip.audit._statistics import ALARM, SHOWN, Curve
 from weightclip.audit._subject import Subject
-from weightclip.config import Bounds
+from weightclip.certificate import Bounds
 from weightclip.losses import CrossEntropy
 
 Inverse = Callable[[float], float]

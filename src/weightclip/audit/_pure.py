@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from scipy import stats
 
-from weightclip._knorm import KNorm
 from weightclip.audit._neighbours import Neighbours
 from weightclip.audit._one_step import TOLERANCE, frozen_sgd
 from weightclip.audit._statistics import ALARM
 from weightclip.audit._subject import Run, Subject
+from weightclip.noise import KNorm
 
 
 @dataclass(frozen=True)

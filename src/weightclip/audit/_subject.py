@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from weightclip._torch import drop_forward_hooks
-from weightclip.config import Bounds
+from weightclip.certificate import Bounds
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import WeightclipError
 from weightclip.factors import make_layer_plain
 from weightclip.losses import Loss, recognise
-from weightclip.mechanisms import Allocation, Equal, quantile_adjusted_sigma
+from weightclip.noise import Allocation, Equal, quantile_adjusted_sigma
 
 Records = tuple[Tensor, Tensor]
 """Inputs and labels, records on dimension 0."""

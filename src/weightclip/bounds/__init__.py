@@ -1,19 +1,35 @@
-"""What one operator does to norms: the rule book, and certified operator norms."""
+"""What one operator does to norms: the rule book, and certified operator norms.
+
+Imports `nn`; anybody may import it.
+"""
 
 from weightclip.bounds import _elementwise as _elementwise  # rules register themselves on import
 from weightclip.bounds import _merge as _merge
 from weightclip.bounds import _normalise as _normalise
 from weightclip.bounds import _pool as _pool
 from weightclip.bounds import _shape as _shape
+from weightclip.bounds._clipping import Bjorck as Bjorck
+from weightclip.bounds._clipping import Rescale as Rescale
+from weightclip.bounds._clipping import SpectralProjection as SpectralProjection
+from weightclip.bounds._clipping import Sphere as Sphere
+from weightclip.bounds._clipping import Strategy as Strategy
+from weightclip.bounds._clipping import clip_weights_ as clip_weights_
 from weightclip.bounds._conv import kernel_overlap as kernel_overlap
 from weightclip.bounds._dense import positions as positions
 from weightclip.bounds._layer import LayerRule as LayerRule
 from weightclip.bounds._layer import Numerics as Numerics
 from weightclip.bounds._layer import layer_rule as layer_rule
 from weightclip.bounds._layer import register_layer as register_layer
+from weightclip.bounds._layer_norms import effective_weight as effective_weight
+from weightclip.bounds._layer_norms import is_layer as is_layer
 from weightclip.bounds._layer_norms import layer_norm_tensor as layer_norm_tensor
+from weightclip.bounds._layer_norms import norm_function as norm_function
 from weightclip.bounds._layer_norms import operator_norm_bound as operator_norm_bound
 from weightclip.bounds._operator_norms import dense_norm as dense_norm
+from weightclip.bounds._operator_norms import gram_iteration as gram_iteration
+from weightclip.bounds._operator_norms import largest_eigenvalues as largest_eigenvalues
+from weightclip.bounds._operator_norms import spectral_norm as spectral_norm
+from weightclip.bounds._operator_norms import spectral_number as spectral_number
 from weightclip.bounds._rule import Edge as Edge
 from weightclip.bounds._rule import Effect as Effect
 from weightclip.bounds._rule import Op as Op

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from weightclip._record import constant
+from weightclip._device import constant
 from weightclip.errors import CertificationError
 
 _U64 = 2.0**-53

@@ -1,6 +1,8 @@
 """The command line: ``weightclip COMMAND``, one file per command.
 
 `assemble` and `run` make another command line of the same manners: the studies have one.
+
+Imports every room; no room imports it.
 """
 
 from __future__ import annotations

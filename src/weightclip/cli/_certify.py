@@ -20,9 +20,8 @@ def certify(
 
     Example: weightclip certify model/
     """
-    from weightclip._tabular import _folder
-    from weightclip._tabular._model import Model
-    from weightclip._tabular._report import recompute
+    from weightclip.tabular import Model, recompute
+    from weightclip.tabular import folder as _folder
 
     tensors, pipeline, report = _folder.load(model)
     fitted = Model.load(tensors, pipeline)

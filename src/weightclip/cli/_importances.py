@@ -27,9 +27,8 @@ def importances(
 
     Example: weightclip importances model/
     """
-    from weightclip._tabular import _folder
-    from weightclip._tabular._model import Model
-    from weightclip.estimators._importances import model_importances, permuted
+    from weightclip.tabular import Model, model_importances, permuted
+    from weightclip.tabular import folder as _folder
 
     tensors, pipeline, _ = _folder.load(model)
     fitted = Model.load(tensors, pipeline)
@@ -46,8 +45,8 @@ def _labelled(fitted: Any, path: Path, delimiter: str | None, target: str) -> tu
     """Raw values and labels of a table: places in the list of classes, or numbers."""
     import numpy as np
 
-    from weightclip._tabular import _files
-    from weightclip._tabular._columns import canonical
+    from weightclip.tabular import canonical
+    from weightclip.tabular import files as _files
 
     file = _files.File(path, delimiter)
     if target not in file.header():

@@ -27,8 +27,9 @@ def predict(
 
     Example: weightclip predict model/ new.csv --out predictions.csv --proba
     """
-    from weightclip._tabular import _files, _folder
-    from weightclip._tabular._model import Model
+    from weightclip.tabular import Model
+    from weightclip.tabular import files as _files
+    from weightclip.tabular import folder as _folder
 
     source = _files.File(data, delimiter)
     if out is not None:
@@ -45,7 +46,7 @@ def predict(
 
 
 def _write(model, source, file: IO[str], proba: bool, as_json: bool) -> None:
-    from weightclip._tabular._files import features
+    from weightclip.tabular.files import features
 
     name = model.target or "prediction"
     heads = [name, *(f"P({c})" for c in model.classes)] if proba else [name]

@@ -51,12 +51,20 @@ def train(
 
     Example: weightclip train data.csv --target income --epsilon 1 --out model/
     """
-    from weightclip._streams import Streams
-    from weightclip._tabular import _defaults, _files, _folder
-    from weightclip._tabular._checks import check_budget
-    from weightclip._tabular._fit import fit_classifier, fit_regressor
-    from weightclip._tabular._plan import NonPrivateScaling, Plan, PrivateScaling, PublicScaling
-    from weightclip._tabular._resume import Checkpoint
+    from weightclip.noise import Streams
+    from weightclip.tabular import (
+        Checkpoint,
+        FitPlan,
+        NonPrivateScaling,
+        PrivateScaling,
+        PublicScaling,
+        check_budget,
+        fit_classifier,
+        fit_regressor,
+    )
+    from weightclip.tabular import defaults as _defaults
+    from weightclip.tabular import files as _files
+    from weightclip.tabular import folder as _folder
 
     regression = _task(task)
     if public_scaling and non_private_scaling:
@@ -99,7 +107,7 @@ def train(
         )
         if delta is None and n_records is None:
             notes.append("delta was set from the number of records, which counts as public")
-        plan = Plan(
+        plan = FitPlan(
             epsilon, _defaults.delta(n) if delta is None else delta, how, chosen, accountant,
             Streams.secure() if seed is None else Streams.seeded(seed),
             progress=shown,
@@ -169,7 +177,7 @@ def _task(task: str) -> bool:
 def _schema(path, classes, target_range, ignore, categorical, target: str):
     from dataclasses import replace
 
-    from weightclip._tabular import Column, Schema
+    from weightclip.tabular import Column, Schema
 
     known = Schema() if path is None else Schema.read(path)
     if known.column(target) is not None:

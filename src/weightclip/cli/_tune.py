@@ -45,12 +45,12 @@ def tune(
 
     Example: weightclip tune data.csv --target income --epsilon 1 --out model/
     """
-    from weightclip._streams import Streams
-    from weightclip._tabular import _defaults, _files, _folder
-    from weightclip._tabular._checks import check_budget
-    from weightclip._tabular._plan import Plan, PrivateScaling
-    from weightclip._tabular._search import SearchPlan, Task, search
     from weightclip.cli._train import _check_settings, _codes, _schema, _task
+    from weightclip.noise import Streams
+    from weightclip.tabular import FitPlan, PrivateScaling, SearchPlan, Task, check_budget, search
+    from weightclip.tabular import defaults as _defaults
+    from weightclip.tabular import files as _files
+    from weightclip.tabular import folder as _folder
 
     regression = _task(task)
     check_budget(epsilon, delta, "--epsilon", "--delta")
@@ -81,7 +81,7 @@ def tune(
         notes = notes if loaded.inferred else []
         if delta is None and n_records is None:
             notes.append("delta was set from the number of records, which counts as public")
-        plan = Plan(
+        plan = FitPlan(
             epsilon, _defaults.delta(n) if delta is None else delta, PrivateScaling(),
             {} if epochs is None else {"epochs": epochs}, "pld",
             Streams.secure() if seed is None else Streams.seeded(seed), not_covered=tuple(notes), records=n,

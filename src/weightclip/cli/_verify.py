@@ -53,7 +53,7 @@ def verify(
 
 
 def _ledger(path: Path, delta: float | None, accountant: str | None) -> dict[str, Any]:
-    from weightclip._ledger_format import read
+    from weightclip.accounting import read
 
     book = read(path)
     recorded = [run["public"]["delta"] for run in book.runs if run["public"].get("delta") is not None]
@@ -72,10 +72,9 @@ def _ledger(path: Path, delta: float | None, accountant: str | None) -> dict[str
 
 
 def _model(path: Path, delta: float | None, accountant: str | None) -> dict[str, Any]:
-    from weightclip._tabular import _folder
-    from weightclip._tabular._card import model_card
-    from weightclip._tabular._report import mechanisms_of, recompute
     from weightclip.accounting import epsilon
+    from weightclip.tabular import folder as _folder
+    from weightclip.tabular import mechanisms_of, model_card, recompute
 
     if (path / "ledger.json").is_file() and not (path / _folder.CHECKSUMS).is_file():
         raise WeightclipError(f"{path} is a checkpoint of an engine: verify the ledger of its run instead.")

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from weightclip.factors._collect import collect
-from weightclip.factors._kernel import channel_scale, fits, record_sums
 from weightclip.factors._limits import (
     BOUND,
     CAP,
@@ -20,6 +19,7 @@ from weightclip.factors._limits import (
     squared_norm,
     wide,
 )
+from weightclip.factors.kernels._products import channel_scale, fits, record_sums
 
 
 def shaped(value: Tensor, like: Tensor, first: int) -> Tensor:

@@ -12,15 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weightclip.factors._collect import collect
-from weightclip.factors._kernel import (
-    fits,
-    fits_scale,
-    fused_norms,
-    fused_scale,
-    laid_out,
-    record_sums,
-    weight_gradient,
-)
 from weightclip.factors._limits import (
     BOUND,
     CAP,
@@ -38,7 +29,16 @@ from weightclip.factors._limits import (
     wide,
 )
 from weightclip.factors._record_norms import CHANNEL, FREE, Geometry, conv_record_norm
-from weightclip.factors._tiles import Window, fits_tiles, tile_norms, tile_sums
+from weightclip.factors.kernels._products import (
+    fits,
+    fits_scale,
+    fused_norms,
+    fused_scale,
+    laid_out,
+    record_sums,
+    weight_gradient,
+)
+from weightclip.factors.kernels._tiles import Window, fits_tiles, tile_norms, tile_sums
 
 
 def patch_counts(size: int, kernel: int, stride: int, dilation: int, padding: int, out: int, like: Tensor) -> Tensor:
@@ -72,21 +72,21 @@ def patch_energies(x: Tensor, shape: Shape) -> Tensor:
     return energy + x.shape[1] * math.prod(shape.kernel) * torch.finfo(torch.float32).tiny  # squares that vanish
 
 
-_weights: dict[Any, Tensor] = {}
+conv_weights: dict[Any, Tensor] = {}
 
 
 def patch_weights(x: Tensor, out: tuple[int, ...], kernel, stride, dilation, padding) -> Tensor:
     """In how many patches each input position lies: float32, one number a position, kept for the next step."""
     key = (x.device, tuple(x.shape[2:]), out, kernel, tuple(stride), tuple(dilation), tuple(padding))
-    if key not in _weights:
+    if key not in conv_weights:
         weights = torch.ones((), device=x.device)
         for axis, size in enumerate(x.shape[2:]):
             more = patch_counts(size, kernel[axis], stride[axis], dilation[axis], padding[axis], out[axis], x)
             weights = weights[..., None] * more
-        if len(_weights) >= 256:
-            _weights.clear()
-        _weights[key] = weights.flatten().contiguous()
-    return _weights[key]
+        if len(conv_weights) >= 256:
+            conv_weights.clear()
+        conv_weights[key] = weights.flatten().contiguous()
+    return conv_weights[key]
 
 
 def channel_sums(d: Tensor, scale: Tensor | None, alone: bool = False) -> Tensor:

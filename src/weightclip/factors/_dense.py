@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weightclip.factors._collect import collect
-from weightclip.factors._kernel import dense_gradient, fits, fits_scale, fused_norms, fused_scale, laid_out, record_sums
 from weightclip.factors._limits import (
     BOUND,
     CAP,
@@ -26,7 +25,16 @@ from weightclip.factors._limits import (
     transforming,
     unchunked,
 )
-from weightclip.factors._tiles import fits_tiles, tile_norms, tile_sums
+from weightclip.factors.kernels._products import (
+    dense_gradient,
+    fits,
+    fits_scale,
+    fused_norms,
+    fused_scale,
+    laid_out,
+    record_sums,
+)
+from weightclip.factors.kernels._tiles import fits_tiles, tile_norms, tile_sums
 
 _CACHE = 1 << 20  # entries of a float64 copy that stays in the cache
 

@@ -1,4 +1,7 @@
-"""Losses that know how steep they can be at the model's raw outputs."""
+"""Losses that know how steep they can be at the model's raw outputs.
+
+Imports `factors` (its kernels); used by `certificate`, `noise`, `engine`, `tabular` and `audit`.
+"""
 
 from __future__ import annotations
 

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from weightclip.errors import ContractError, WeightclipError
-from weightclip.losses._base import (
-    Loss,
-    Shape,
-    Weights,
-    _check_positive,
-    _freeze_weights,
-    _match_target,
-    _rows,
-)
+from weightclip.losses._base import Loss, Shape, Weights, _check_positive, _freeze_weights, _match_target, _rows
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightclip._row_kernels import cross_entropy, fits_classes
 from weightclip.errors import ContractError, WeightclipError
+from weightclip.factors.kernels import cross_entropy, fits_classes
 from weightclip.losses._base import (
     Loss,
     Shape,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from ..nn import SafeGroupNorm
+from weightclip.nn import SafeGroupNorm
 
 
 class ConvNet(nn.Module):

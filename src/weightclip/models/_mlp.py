@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from ..nn import SafeGroupNorm
+from weightclip.nn import SafeGroupNorm
 
 
 class MLP(nn.Module):

@@ -7,9 +7,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from ..errors import WeightclipError
-from ..nn import SafeGroupNorm, UnitNorm
-from ._mlp import MLP
+from weightclip.errors import WeightclipError
+from weightclip.models._mlp import MLP
+from weightclip.nn import SafeGroupNorm, UnitNorm
 
 
 class ScatteringHead(nn.Module):

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import WeightclipError
-from ..nn import ConvexResidual, Residual, SafeGroupNorm, StandardizedConv2d
+from weightclip.errors import WeightclipError
+from weightclip.nn import ConvexResidual, Residual, SafeGroupNorm, StandardizedConv2d
 
 
 class WideResNet(nn.Module):

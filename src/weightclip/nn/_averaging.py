@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import copy_all_, lerp_all_
-from ..errors import WeightclipError
+from weightclip._torch import copy_all_, lerp_all_
+from weightclip.errors import WeightclipError
 
 
 class ParameterAverage:

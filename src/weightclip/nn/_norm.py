@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..errors import WeightclipError
+from weightclip.errors import WeightclipError
 
 
 def wide(x: Tensor) -> Tensor:

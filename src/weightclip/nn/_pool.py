@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import WeightclipError
-from ._norm import positive, wide
+from weightclip.errors import WeightclipError
+from weightclip.nn._norm import positive, wide
 
 
 def _size(value: int, what: str) -> int:

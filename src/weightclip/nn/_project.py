@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..errors import WeightclipError
-from ._norm import positive, wide
+from weightclip.errors import WeightclipError
+from weightclip.nn._norm import positive, wide
 
 
 def scale_to(x: Tensor, target: float, threshold: float, detach: bool) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..errors import WeightclipError
+from weightclip.errors import WeightclipError
 
 
 class Residual(nn.Module):

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..errors import WeightclipError
-from ._morlet import alias, bank_gain, low_pass, morlet, restrict
-from ._norm import wide
+from weightclip.errors import WeightclipError
+from weightclip.nn._morlet import alias, bank_gain, low_pass, morlet, restrict
+from weightclip.nn._norm import wide
 
 
 def _reflection(size: int, padded: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..errors import WeightclipError
+from weightclip.errors import WeightclipError
 
 
 class GroupSort(nn.Module):

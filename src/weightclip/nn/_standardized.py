@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._norm import positive, safe_normalise
+from weightclip.nn._norm import positive, safe_normalise
 
 
 class StandardizedConv2d(nn.Conv2d):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from weightclip._tabular import Schema
+from weightclip.tabular._columns import Schema
 from weightclip_studies.cli import main
 
 

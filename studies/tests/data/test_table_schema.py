@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightclip._tabular import Schema
+from weightclip.tabular._columns import Schema
 from weightclip_studies import data
 
 

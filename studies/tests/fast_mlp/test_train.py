@@ -9,11 +9,11 @@ from tests.engine_kit import pin
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip._streams import Streams
-from weightclip.accounting import epsilon
+from weightclip.accounting._accounting import epsilon
 from weightclip.errors import CertificationError, WeightclipError
 from weightclip.models import MLP
 from weightclip.nn._averaging import ParameterAverage
+from weightclip.noise._streams import Streams
 from weightclip_studies.fast_mlp import (
     Absolute,
     Adam,

@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 import weightclip as wc
-from weightclip.accounting import Mechanism, epsilon
+from weightclip.accounting._accounting import Mechanism, epsilon
 from weightclip_studies.cli import _images
 from weightclip_studies.images import FeatureMap, FeatureSettings, ImageStudy, _convnets, _experiment, _search
 from weightclip_studies.images._engine import audit_results

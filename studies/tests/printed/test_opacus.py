@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from weightclip import accounting
+from weightclip.accounting import _accounting as accounting
 from weightclip.errors import WeightclipError
 from weightclip_studies.printed import OpacusDPSGD
 

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import norm
 from torch import nn
 
-from weightclip import accounting
+from weightclip.accounting import _accounting as accounting
 from weightclip.errors import WeightclipError
 from weightclip.models import MLP
 from weightclip_studies.printed import (

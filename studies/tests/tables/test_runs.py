@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from weightclip import accounting
-from weightclip._streams import Streams
+from weightclip.accounting import _accounting as accounting
 from weightclip.errors import WeightclipError
+from weightclip.noise._streams import Streams
 from weightclip_studies.fast_mlp import Settings, Softmax
 from weightclip_studies.fast_mlp._data import Data
 from weightclip_studies.printed import OpacusDPSGD

@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip._streams import Streams
-from weightclip.mechanisms import AdamAware, Equal
 from weightclip.models import MLP
 from weightclip.nn import SafeGroupNorm
+from weightclip.noise._mechanisms import AdamAware, Equal
+from weightclip.noise._streams import Streams
 from weightclip_studies.fast_mlp import Logistic, Settings, Softmax, train_many
 from weightclip_studies.fast_mlp._data import Data
 from weightclip_studies.tables._stacked import (

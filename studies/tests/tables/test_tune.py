@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from weightclip import accounting
-from weightclip._streams import Streams
+from weightclip.accounting import _accounting as accounting
 from weightclip.errors import WeightclipError
+from weightclip.noise._streams import Streams
 from weightclip_studies.tables import _runs, _tune
 from weightclip_studies.tables._store import Store
 from weightclip_studies.tables._tune import Trial, accounted_search, pareto_mask, plot_pareto, tune

@@ -19,10 +19,7 @@ from torch import Tensor, nn
 
 from weightclip import nn as wnn
 from weightclip.accounting import calibrate_sigma
-from weightclip.audit import Caught
-from weightclip.audit._releases import claimed_curve
-from weightclip.audit._statistics import compare
-from weightclip.audit._subject import Records, joined, repeated
+from weightclip.audit import Caught, Records, claimed_curve, compare, joined, repeated
 from weightclip_studies import printed as published
 
 TAU = math.sqrt(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightclip._tabular import Column, Schema
+from weightclip.tabular import Column, Schema
 
 from ._schema import Schema as Described
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weightclip.bounds._operator_norms import spectral_norm
-from weightclip.mechanisms import Allocation
+from weightclip.bounds import spectral_norm
+from weightclip.noise import Allocation
 
 _U = 2.0**-53
 _ROOM = 1.0 - 2.0**-38
-_RELATIVE_FLOOR, _ABSOLUTE_FLOOR = 1e-6, 1e-12  # as in weightclip.mechanisms.floored
+_RELATIVE_FLOOR, _ABSOLUTE_FLOOR = 1e-6, 1e-12  # as in weightclip.noise.floored
 
 
 def gain(weight: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightclip._streams import SAMPLING, Streams
 from weightclip.errors import WeightclipError
+from weightclip.noise import SAMPLING, Streams
 from weightclip.sampling import poisson_indices
 
 from ._objectives import Objective

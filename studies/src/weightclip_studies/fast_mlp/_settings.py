@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from weightclip.accounting import Adjacency, Mechanism, calibrate_sigma
 from weightclip.errors import WeightclipError
-from weightclip.mechanisms import Allocation, Equal
+from weightclip.noise import Allocation, Equal
 
-OVERFLOW = 1e-25  # chance that one draw exceeds b_max (weightclip._draws.largest_batch), charged to delta
+OVERFLOW = 1e-25  # chance that one draw exceeds b_max (weightclip.sampling._draws.largest_batch), charged to delta
 
 
 @dataclass(frozen=True)

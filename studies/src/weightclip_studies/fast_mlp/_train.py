@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightclip._draws import largest_batch
-from weightclip._streams import NOISE, Streams
 from weightclip.accounting import Mechanism
 from weightclip.errors import CertificationError, WeightclipError
+from weightclip.noise import NOISE, Streams
+from weightclip.sampling import largest_batch
 
 from ._bounds import clip_, gain, scales, sensitivities
 from ._data import Data

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
-from weightclip.config import Bounds
+from weightclip.certificate import Bounds
 from weightclip.engine import PrivacyEngine
 from weightclip.factors import CapNorm
 from weightclip.losses import CrossEntropy
-from weightclip.mechanisms import AdamAware
 from weightclip.models import SmallCNN
+from weightclip.noise import AdamAware
 from weightclip_studies.data import load_images
 from weightclip_studies.images._synthetic import dead_leaves
 

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightclip.certificate import certify
-from weightclip.config import Bounds
+from weightclip.certificate import Bounds, certify
 from weightclip.losses import CrossEntropy
-from weightclip.mechanisms import Global
 from weightclip.nn import BlurPool2d, L2Pool2d, MaxMin, SafeGroupNorm
+from weightclip.noise import Global
 from weightclip_studies.data import load_images
 from weightclip_studies.images._convolutions import write_table
 from weightclip_studies.images._nets import Pictures, layer_norms

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from weightclip.clipping import Rescale, Sphere
-from weightclip.config import Bounds
+from weightclip.bounds import Rescale, Sphere
+from weightclip.certificate import Bounds
 from weightclip.losses import CrossEntropy
 from weightclip.models import MLP
 from weightclip_studies.images._settings import ALLOCATIONS, HeadSettings

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightclip.nn import Scattering2d
-from weightclip.nn._norm import safe_normalise
+from weightclip.nn import Scattering2d, safe_normalise
 from weightclip_studies.images._product import Features, collect, encode
 from weightclip_studies.images._synthetic import dead_leaves
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightclip.bounds._operator_norms import gram_iteration, spectral_norm
+from weightclip.bounds import gram_iteration, spectral_norm
 from weightclip.errors import WeightclipError
-from weightclip.mechanisms import joint_multiplier
+from weightclip.noise import joint_multiplier
 from weightclip_studies.images._gather import gather
 from weightclip_studies.images._product import Features, integer_product, quantise
 from weightclip_studies.images._settings import ALLOCATIONS, HeadSettings

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weightclip.errors import WeightclipError
-from weightclip.factors._record_norms import CHANNEL, EXACT, FREE, Geometry, conv_record_norm
+from weightclip.factors import CHANNEL, EXACT, FREE, Geometry, conv_record_norm
 from weightclip.losses import Loss
 from weightclip.models import ScatteringHead, SmallCNN, WideResNet
 from weightclip_studies.images._features import FeatureMap, FeatureSettings

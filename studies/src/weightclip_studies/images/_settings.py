@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightclip.errors import WeightclipError
-from weightclip.mechanisms import AdamAware, Allocation, Equal, LeastVariance
+from weightclip.noise import AdamAware, Allocation, Equal, LeastVariance
 
 ALLOCATIONS: dict[str, Allocation] = {
     "equal": Equal(),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from weightclip.config import Adaptive, Bounds
+from weightclip.certificate import Adaptive, Bounds
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import WeightclipError
 from weightclip.factors import CapNorm

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip.factors._record_norms import CapNorm, Geometry, conv_record_norm
+from weightclip.factors import CapNorm, Geometry, conv_record_norm
 
 from ._files import write_csv
 from ._networks import convnet, digits, train

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weightclip.mechanisms import AdamAware, Allocation, Equal, LeastVariance
+from weightclip.noise import AdamAware, Allocation, Equal, LeastVariance
 from weightclip_studies.fast_mlp import Budget, Logistic, Objective, Settings, Softmax, logits, train_many
 
 from ._files import markdown, write_csv

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from weightclip._knorm import KNorm, calibrate_epsilon0, spread
 from weightclip.accounting import Adjacency, calibrate_sigma
+from weightclip.noise import KNorm, calibrate_epsilon0, spread
 
 from ._files import write_csv
 

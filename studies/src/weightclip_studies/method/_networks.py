@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weightclip.bounds._layer_norms import norm_function
-from weightclip.clipping import Rescale
+from weightclip.bounds import Rescale, norm_function
 from weightclip.models import MLP, ConvNet
 from weightclip_studies import data as sets
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weightclip.bounds import Numerics
-from weightclip.certificate import build_plan
-from weightclip.config import Bounds
+from weightclip.certificate import Bounds, build_plan
 from weightclip.losses import recognise
 
 from ._files import markdown, write_csv

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from weightclip import accounting
-from weightclip._streams import Streams
 from weightclip.errors import WeightclipError
-from weightclip.mechanisms import AdamAware, Allocation, Equal
+from weightclip.noise import AdamAware, Allocation, Equal, Streams
 from weightclip_studies import data as sets
 from weightclip_studies.fast_mlp import Budget, Logistic, Run, Settings, Softmax
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightclip._streams import Streams
 from weightclip.errors import WeightclipError
-from weightclip.nn._norm import safe_normalise
+from weightclip.nn import safe_normalise
+from weightclip.noise import Streams
 from weightclip_studies.fast_mlp import Budget, Objective, Run, Settings
 from weightclip_studies.fast_mlp._bounds import scales
 from weightclip_studies.fast_mlp._data import Data

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Strategy = Callable[[Tensor, float, Callable[[Tensor], Tensor]], Any]
-"""``strategy(weight, C, norm)`` brings the weight under the bound in place, as in :mod:`weightclip.clipping`."""
+"""``strategy(weight, C, norm)`` brings the weight under the bound in place, as in :mod:`weightclip.bounds`."""
 
 
 class Ball(Protocol):
@@ -191,8 +191,8 @@ def default_problems() -> list[ConvexProblem]:
 
 
 def default_strategies(ball: Ball) -> dict[str, Strategy]:
-    """The variants of :mod:`weightclip.clipping` that suit a ball; those through singular values: the spectral one."""
-    from weightclip.clipping import Bjorck, Rescale, SpectralProjection, Sphere
+    """The variants of :mod:`weightclip.bounds` that suit a ball; those through singular values: the spectral one."""
+    from weightclip.bounds import Bjorck, Rescale, SpectralProjection, Sphere
 
     radial: dict[str, Strategy] = {"rescale (paper)": Rescale(), "sphere (Fix-Lip)": Sphere()}
     if not isinstance(ball, SpectralBall):

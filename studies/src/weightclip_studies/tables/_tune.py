@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from weightclip import accounting
-from weightclip._streams import Streams
-from weightclip._tabular._report import searched_epsilon
-from weightclip._tabular._search import best_of_random_runs
 from weightclip.errors import WeightclipError
+from weightclip.noise import Streams
+from weightclip.tabular import best_of_random_runs, searched_epsilon
 from weightclip_studies.fast_mlp import Run
 
 from ._paper import printed

@@ -1,0 +1,29 @@
+"""From a model to its certificate: trace, plan, gains. It says what limits are needed and when they never act, no more.
+
+Imports `nn`, `bounds`, `factors` and `losses`; used by `noise`, `engine`, `audit` and the command line.
+"""
+
+from __future__ import annotations
+
+from weightclip.certificate._bank import NormBank as NormBank
+from weightclip.certificate._bounds import Adaptive as Adaptive
+from weightclip.certificate._bounds import Bounds as Bounds
+from weightclip.certificate._bounds import Certified as Certified
+from weightclip.certificate._bounds import MovingLimits as MovingLimits
+from weightclip.certificate._bounds import PerLayer as PerLayer
+from weightclip.certificate._certificate import KNOWN as KNOWN
+from weightclip.certificate._certificate import Evaluation as Evaluation
+from weightclip.certificate._certificate import Plan as Plan
+from weightclip.certificate._certificate import Use as Use
+from weightclip.certificate._certificate import build_plan as build_plan
+from weightclip.certificate._certificate import certify as certify
+from weightclip.certificate._certificate import enforced_to as enforced_to
+from weightclip.certificate._certificate import refuse_shared as refuse_shared
+from weightclip.certificate._certificate import room_of as room_of
+from weightclip.certificate._gains import Gains as Gains
+from weightclip.certificate._gains import WeightClipper as WeightClipper
+from weightclip.certificate._gains import exact_products as exact_products
+from weightclip.certificate._gains import numerics_for as numerics_for
+from weightclip.certificate._open import OpenPlan as OpenPlan
+from weightclip.certificate._table import Certificate as Certificate
+from weightclip.certificate._table import Row as Row

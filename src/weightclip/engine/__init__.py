@@ -1,0 +1,12 @@
+"""PrivacyEngine and its one step: admit, limits, collect, charge, release; checkpoint and report.
+
+Imports every room below it; used by `integrations`, `tabular`, `audit` and the command line.
+"""
+
+from __future__ import annotations
+
+from weightclip.engine._compatible import explain as explain
+from weightclip.engine._compatible import make_compatible as make_compatible
+from weightclip.engine._engine import PrivacyEngine as PrivacyEngine
+from weightclip.engine._engine import engine_of as engine_of
+from weightclip.engine._report import version_of_package as version_of_package

@@ -1,0 +1,354 @@
+"""Where a private model ends: what it returns is cut off from it, and gradients come in through the private loss alone.
+
+Which promise needs it: record independence (SOUNDNESS section 7, i) is tested for the model and for the loss; between
+them nothing may mix records. Sizes of gradients need no guard here: those are limited at the product.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from weightclip._torch import data_parallel_active, same_memory, version_of
+from weightclip._trees import map_tensors, tensors_of
+from weightclip.engine._example import Call, Signature, signature
+from weightclip.engine._views import Layout, copies_records, keeps_records, pulled_back
+from weightclip.errors import ContractError
+from weightclip.factors import Eager, is_plain
+
+if TYPE_CHECKING:
+    from weightclip.engine._step import Training
+
+_VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "Squeeze", "Unsqueeze", "Transpose", "T",
+          "Permute", "Select", "Slice")  # fmt: skip
+_COPIES = ("Clone", "ToCopy")  # contiguous(), float()
+# where the model ends: the wall; in a compiled model its graph, or a private layer that broke the graph
+_ENDS = {"_WallBackward", "CompiledFunctionBackward", "_StashBackward"} | {
+    f"Eager{kind}FunctionBackward" for kind in ("Dense", "Conv", "Affine", "Embedding")
+}
+
+
+class Entrance:
+    """Forward pre-hook of the model: notes the public shape of a pass under gradients, before it runs.
+
+    Which promise needs it: rows of a product are records as the test of independence has seen it (condition b), and
+    rounding is allowed for, at the shapes that were tested; integers where floats were declared would pass a projection
+    unseen. Passes of other shapes are tested before their loss is admitted (``tested`` knows a signature), or refused
+    where a certificate was made for one shape. An input that the model's own layers made outside of it is refused:
+    gradients would reach these layers by a way that was not tested (assumption i).
+    """
+
+    _weightclip = True
+
+    def __init__(self, call: Call, fixed: bool, anchor: Tensor | None = None) -> None:
+        self.anchor = anchor
+        self.first = signature(call.args, call.kwargs)
+        self.fixed = fixed
+        self.last: Signature = self.first
+        self.calls: dict[Signature, Call] = {self.first: call.zeros()}  # one call of each signature, for the test
+        self._floating = self._kinds(self.first)
+
+    @staticmethod
+    def _kinds(found: Signature) -> dict[Any, bool]:
+        """Which inputs are floating-point."""
+        paths = [i for i, part in enumerate(found) if isinstance(part, torch.dtype)]
+        return {found[i - 2]: found[i].is_floating_point for i in paths}
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_plain() or not torch.is_grad_enabled():
+            return
+        if not torch.compiler.is_compiling():
+            self._refuse_graphs(tensors_of((args, kwargs)))
+        self.last = found = signature(args, kwargs)
+        if found != self.first and found not in self.calls:
+            self._meet(found, args, kwargs)
+
+    def _refuse_graphs(self, inputs: list[Tensor]) -> None:
+        """What the model's own layers computed outside its forward pass was never tested for independence."""
+        todo, seen = [t.grad_fn for t in inputs if t.grad_fn is not None], set[Any]()
+        while todo:
+            node = todo.pop()
+            if getattr(node, "variable", None) is self.anchor:
+                raise ContractError(
+                    "an input of the private model was computed by its own layers, outside its forward pass, where "
+                    "nothing tests that records stay apart: do that inside the model's forward, or detach() the input."
+                )
+            new = [after for after, _ in node.next_functions if after is not None and after not in seen]
+            seen.update(new)
+            todo += new
+
+    def call(self, found: Signature) -> Call:
+        """A call of this signature, without its values."""
+        if found not in self.calls:
+            if len(found) != 3:
+                raise ContractError(
+                    "a compiled model got inputs of a new shape: pass make_private an example= of it, or call the "
+                    "model uncompiled once."
+                )
+            _, shape, dtype = found
+            like = self.calls[self.first].tensors[0]
+            self.calls[found] = Call((torch.zeros((2, *shape), dtype=dtype, device=like.device),), {})
+        return self.calls[found]
+
+    def _meet(self, found: Signature, args: Any, kwargs: Any) -> None:
+        """A shape that was not seen before."""
+        kinds = self._kinds(found)
+        if any(kinds.get(path, kind) != kind for path, kind in self._floating.items()):
+            raise ContractError(
+                "the model got integers where make_private saw floating-point records (or the other way round): "
+                "convert the records (x.float()), or give make_private an example= of this type."
+            )
+        if self.fixed and _shapes(found) != _shapes(self.first):
+            raise ContractError(
+                f"the model got records of shape {_shapes(found)} but is certified for {_shapes(self.first)}: bounds "
+                "grow with the size of the input. Pass records of the certified shape, or give make_private an "
+                "example= of this one."
+            )
+        if not torch.compiler.is_compiling():
+            self.calls[found] = Call(args, kwargs).zeros()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _open_door  # copies and saved models leave the engine behind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _left_behind, ()
+
+
+def _open_door(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """What is left of an entrance in a copy of the model."""
+
+
+_open_door._weightclip = True  # type: ignore[attr-defined]
+
+
+def _left_behind() -> Any:
+    return _open_door
+
+
+def _shapes(found: Signature) -> list[tuple[int, ...]]:
+    return [tuple(part) for part in found if isinstance(part, torch.Size)]
+
+
+@dataclass
+class Passage:
+    """One forward pass under gradients."""
+
+    autocast: torch.dtype | None
+    signature: Signature
+    modes: tuple[bool, ...]
+    batch: Any = None  # what the engine was told of the batch that the loader had given last
+    compiled: bool = False
+    ends: list[Tensor] = field(default_factory=list)  # of the model's own graph: every tensor that it returns
+    versions: list[int] = field(default_factory=list)
+    given: dict[int, Tensor] = field(default_factory=dict)  # the gradients that the private loss sends back to them
+
+    def add(self, end: Tensor) -> int:
+        """One more tensor that the model returns; its number."""
+        self.ends.append(end)
+        self.versions.append(version_of(end))
+        return len(self.ends) - 1
+
+
+@dataclass
+class Argument:
+    """A tensor the private loss is taken of: an output of the model, a view or a copy of one.
+
+    Attributes:
+        value: The tensor.
+        passage: The pass that made it.
+        end: Which of the pass's outputs it is made of.
+        fold: Rows of it for each record (positions folded into the batch dimension).
+        edge: Where it leaves the wall, if copies lie between.
+    """
+
+    value: Tensor
+    passage: Passage
+    end: int
+    fold: int = 1
+    edge: GradientEdge | None = None
+
+    def lay_out(self, gradient: Tensor) -> Tensor:
+        """``gradient``, at the argument, as a gradient at the model's output itself."""
+        if self.edge is not None:
+            return pulled_back(self.value, self.edge, gradient)
+        end, value = self.passage.ends[self.end], self.value
+        if _laid_alike(value, end):
+            return gradient
+        full = torch.empty_strided(end.shape, end.stride(), dtype=gradient.dtype, device=gradient.device).zero_()
+        offset = value.storage_offset() - end.storage_offset()
+        full.as_strided(value.shape, value.stride(), offset).copy_(gradient)
+        return full
+
+
+def _laid_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage hold the same entries in the same places."""
+    return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+
+
+class _Wall(Eager):
+    """An output of the model, cut off from it: a backward pass ends here, and must bring the private loss alone."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, passage: Passage, end: int, owner: Any) -> Tensor:
+        ctx.passage, ctx.end, ctx.owner = passage, end, owner
+        return passage.ends[end].detach()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        given, owner = ctx.passage.given.get(ctx.end), ctx.owner()
+        if given is None or not (_same_place(given, gradient) or torch.equal(given, gradient)):
+            if owner is not None:
+                owner.drop()
+            raise ContractError(
+                "backward() reached the model's output with a gradient that is not the private loss's: use the "
+                "criterion that make_private returned, alone, with no other term on the model's output (a loss that "
+                "the model computes itself averages over the batch: take criterion(out.logits, labels) instead)."
+            )
+        return None, None, None, None
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _source(node: Any) -> tuple[Any, int, bool]:
+    """The wall or compiled graph a tensor descends from by views and copies alone, and whether there are copies."""
+    copied, place = False, 0
+    while node is not None:
+        name = type(node).__name__
+        if name in _ENDS:
+            return node, place, copied
+        kind = name.split("Backward")[0]
+        if kind not in _VIEWS and kind not in _COPIES:
+            break
+        copied = copied or kind in _COPIES
+        node, place = node.next_functions[0]
+    return None, 0, copied
+
+
+class OutputGate:
+    """Forward hook behind which the model's parameters are out of reach (SOUNDNESS section 1, step 2).
+
+    Every tensor that the model returns, wherever in a tuple, mapping or dataclass, is cut off from the model: backward
+    passes through it end there, and raise if they bring anything but the private loss. Only the private criterion knows
+    the way on, for its own gradient, and only from tensors that :meth:`enter` recognises as the model's outputs.
+    """
+
+    _weightclip = True
+
+    def __init__(self, owner: Training, device: torch.device, entrance: Entrance) -> None:
+        self.owner: weakref.ref[Training] | None = weakref.ref(owner)
+        self.device, self.entrance = device.type, entrance
+        self.compiled: tuple[Any, torch.dtype | None] | None = None
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._views: set[tuple[Layout, Layout]] = set()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if is_plain() or not torch.is_grad_enabled():
+            return None
+        enabled = torch.is_autocast_enabled(self.device)
+        autocast = torch.get_autocast_dtype(self.device) if enabled else None
+        if torch.compiler.is_compiling():
+            # traced as an assignment: outside the graph the criterion meets these very tensors
+            self.compiled = output, autocast
+            return None
+        owner = None if self.owner is None else self.owner()
+        if owner is None:
+            return None
+        if module is not owner.model:
+            raise ContractError("the private model runs as a replica (DataParallel): use one process and one device.")
+        if data_parallel_active():
+            raise ContractError("DistributedDataParallel averages raw gradients before the noise: use the plain model.")
+        passage = Passage(autocast, self.entrance.last, owner.watch.modes(), owner.info)
+
+        def cut(end: Tensor) -> Tensor:
+            place = passage.add(end)
+            return _Wall.apply(self.anchor, passage, place, self.owner) if end.requires_grad else end
+
+        return cut(output) if isinstance(output, Tensor) else map_tensors(cut, output)
+
+    def clear(self) -> None:
+        """Forget a compiled pass over an earlier batch."""
+        self.compiled = None
+
+    def enter(
+        self, values: list[Tensor], records: int, views: int, modes: tuple[bool, ...], folds: bool
+    ) -> list[Argument]:
+        """The arguments of a loss, all of one forward pass; raises unless each is an output of it or a view or copy.
+
+        Args:
+            values: What the loss is taken of.
+            records: Rows of the batch, those of all views of its records.
+            views: How many each record has.
+            modes: Which modules train now, where the pass itself could not tell (a compiled one).
+            folds: Whether several rows may belong to one record.
+        """
+        compiled = None
+        if self.compiled is not None:
+            output, autocast = self.compiled
+            compiled = Passage(autocast, self.entrance.last, modes, compiled=True)
+            for end in tensors_of(output):
+                compiled.add(end)
+        if not values:
+            raise ContractError("the loss got no output of the model that has a row for each record.")
+        found = [self._enter(value, records, views, compiled, folds) for value in values]
+        if any(argument.passage is not found[0].passage for argument in found):
+            raise ContractError("the loss was taken of outputs of several calls of the model: call it once a batch.")
+        if len({argument.fold for argument in found}) > 1:
+            raise ContractError("the loss got outputs with different numbers of rows: fold positions into all or none.")
+        return found
+
+    def _enter(self, value: Tensor, records: int, views: int, compiled: Passage | None, folds: bool) -> Argument:
+        node, place, copied = _source(value.grad_fn)
+        passage: Passage | None = getattr(node, "passage", None)
+        end = getattr(node, "end", None)
+        if node is not None and passage is None and compiled is not None:
+            same = [i for i, t in enumerate(compiled.ends) if same_memory(t, value)]
+            passage, end = compiled, same[0] if same else None
+        if node is None or passage is None or end is None or not (copied or same_memory(passage.ends[end], value)):
+            raise ContractError(
+                "the private criterion must get the output of the private model, called as model(x) (views of it are "
+                "fine): move other operations into the model, where they can be certified."
+            )
+        output = passage.ends[end]
+        if passage.versions[end] != version_of(output):
+            raise ContractError("the model's output was changed in place before the loss: use a new tensor.")
+        fold = value.shape[0] // records if value.dim() and folds and value.shape[0] % records == 0 else 1
+        if output.shape[:1] != (records,) or value.shape[:1] != (records * fold,):
+            raise ContractError(
+                f"the loss got {tuple(value.shape)} of an output of shape {tuple(output.shape)} for {records // views} "
+                f"records{'' if views == 1 else f' of {views} views each'}: pass the loader's batch unchanged, and "
+                "keep records on dimension 0 of what the model returns."
+            )
+        if copied:
+            edge = GradientEdge(node, place)
+            if passage.compiled or not copies_records(value, edge, fold):
+                raise ContractError(_MIXED.format(tuple(value.shape)))
+            return Argument(value, passage, end, fold, edge)
+        if not _laid_alike(value, output):
+            pair = Layout.of(value), Layout.of(output)
+            if pair not in self._views:
+                if not keeps_records(pair[0] if fold == 1 else pair[0].grouped(fold), pair[1]):
+                    raise ContractError(_MIXED.format(tuple(value.shape)))
+                self._views = {*list(self._views)[:63], pair}
+        return Argument(value, passage, end, fold)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # copies and saved models leave the engine behind
+        return {"owner": None, "device": self.device, "entrance": None, "compiled": None, "anchor": None,
+                "_views": set()}  # fmt: skip
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OutputGate:
+        copy = OutputGate.__new__(OutputGate)
+        copy.__dict__.update(self.__getstate__())
+        return copy
+
+
+_MIXED = (
+    "the loss got a view of shape {} that mixes or repeats records of the model's output: keep records on dimension 0."
+)

@@ -1,0 +1,217 @@
+"""Putting an engine on a model and taking it off again: private layers, doors, hooks, and the test of independence."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from weightclip._torch import forward_hooks
+from weightclip.certificate import Adaptive, OpenPlan, Plan
+from weightclip.engine._example import Signature
+from weightclip.engine._example import signature as signature_of
+from weightclip.engine._gate import Entrance, OutputGate
+from weightclip.engine._independence import Probe, check_independence, refuse_mixing
+from weightclip.engine._projection import InputProjection
+from weightclip.engine._step import Tested
+from weightclip.engine._watch import BufferGuard, in_modes
+from weightclip.errors import CertificationError, ContractError
+from weightclip.factors import BOUND, Collector, Entry, Limits, make_layer_plain, make_layer_private
+from weightclip.noise import Quantiles, sum_slack
+from weightclip.sampling import ForwardRandomness
+
+if TYPE_CHECKING:
+    from weightclip.engine._step import Training
+
+
+def with_room(plan: Plan | OpenPlan, slack: list[float]) -> tuple[list[float], list[float]]:
+    """Slack of every layer with room for the rounding of its limit, and the limit's share of the sensitivity.
+
+    A cap is enforced as it stands. A certified bound gets the room twice: the limit lies above the bound by as much
+    as norms may round, so that where the certificate is true no record is ever scaled.
+    """
+    found, of = [], plan.bounds.of
+    for path, s in zip(plan.layers, slack, strict=True):
+        capped = of("layer_cap", path) is not None or of("joint_cap", path) is not None
+        room = plan.room(path)
+        found.append((s * room if capped else s * room**2, 1 / (s * room)))
+    return [s for s, _ in found], [share for _, share in found]
+
+
+def install(t: Training) -> None:
+    """Turn the layers private, put the doors on the model, and hook the optimiser."""
+    bounds, device, optimizer = t.engine.bounds, t.engine.device, t.engine.optimizer
+    of, places = bounds.of, {id(parameter): i for i, parameter in enumerate(t.release.parameters)}
+    t.collector = Collector(t.release.add, bounds.caps_of(""), t.drop)
+    for path in t.plan.layers:
+        layers, cap, joint = t.plan.holders(path), of("layer_cap", path), of("joint_cap", path)
+        bound = joint is None and (cap is None or t.release.knorm is not None)  # that one's norm is entrywise
+        for layer in layers:
+            make_layer_private(
+                layer, radius=of("layer_radius", path), cotangent=of("cotangent_radius", path),
+                cap=math.inf if bound else cap, beta=of("bias_scale", path) or 1.0, product=t.products[path],
+                caps=bounds.caps_of(path), bound=bound, shared=len(layers) > 1,
+            )  # fmt: skip
+        measure = t.plan.measure(path, t.release.knorm) if bound else None
+        t.collector.enter(Entry.of(layers[0], places, 1, joint, measure, layers[1:]))
+    t.entrance = Entrance(t.call, t.plan.graph is not None, t.collector.anchor)
+    t.gate = OutputGate(t, device, t.entrance)
+    t.randomness = ForwardRandomness(device, t.mask_key, t.draws)
+    before, after = t.randomness.hooks()
+    # ahead of the hooks that users have, which may draw too; moved only where it must be (torch 2.10 compiles no other)
+    behind = bool(forward_hooks(t.model))
+    t.handles = [t.model.register_forward_pre_hook(before, prepend=behind)]
+    projections = {"": math.inf, **bounds.projections()}
+    detach = bounds.p != 2  # an l2 projection expands other norms unless its scale is a constant
+    for path, radius in projections.items():
+        part = t.model.get_submodule(path)
+        t.handles.append(part.register_forward_pre_hook(InputProjection(radius, detach), with_kwargs=True))
+    t.handles.append(t.model.register_forward_pre_hook(t.entrance, with_kwargs=True))
+    buffers = BufferGuard(t.model)
+    if buffers.buffers:
+        t.handles.append(t.model.register_forward_pre_hook(buffers.before))
+        t.handles.append(t.model.register_forward_hook(buffers.after))
+    t.handles.append(t.model.register_forward_hook(t.gate))
+    t.handles.append(t.model.register_forward_hook(after, always_call=True))
+    if t.plan.graph is None:
+        t.collector.passes.prepare = functools.partial(_prepare, weakref.ref(t))
+        t.handles += t.collector.watch(t.model)
+    for parameter in t.release.parameters:
+        parameter.grad = None
+        t.handles.append(parameter.register_post_accumulate_grad_hook(t.refuse_term))
+    t.handles.append(optimizer.register_step_pre_hook(t.before_step))
+    t.handles.append(optimizer.register_step_post_hook(t.after_step))
+    t.amp_before = optimizer.__dict__.get("_step_supports_amp_scaling")
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a GradScaler reaches us
+
+
+def _prepare(owner: weakref.ref[Training], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Before a pass under gradients: records of its public shape must have passed the test; its signature.
+
+    The forward pass itself goes by what the test has found: whose rows are whose, and what every record has a copy of.
+    """
+    t = owner()
+    if t is None:
+        return None
+    key = signature_of(args, kwargs), t.watch.modes()
+    if key not in t.tested:
+        t.entrance(module, args, kwargs)
+        t.tested[key], t.grown = t.test(*key), True
+    return key
+
+
+def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], size: int = 1) -> Tested | None:
+    """One record must not change another's products, on random public records of this shape; None: it could not run.
+
+    A plan without a graph learns from it which layers are used, how often, and on how much of a record.
+    """
+    model, call = t.model, t.entrance.call(signature)
+
+    @contextlib.contextmanager
+    def uncut(masks: int) -> Iterator[None]:  # the model's output with its graph behind it, and masks held fixed
+        owner, t.gate.owner = t.gate.owner, None
+        t.randomness.next_batch(masks)
+        try:
+            yield
+        finally:
+            t.gate.owner = owner
+
+    again = t.randomness.scope if t.draws else contextlib.nullcontext
+    probe, calls, passes = Probe(model, t.collector, uncut, again), t.randomness.calls, t.collector.passes
+
+    def find_rows() -> None:
+        try:
+            with uncut(0):
+                passes.discover(lambda n: call.random(n, 1)(model), (signature, modes))
+        except (RuntimeError, IndexError, ValueError) as error:
+            if isinstance(error, ContractError):
+                raise  # otherwise random records could not be run: rows must be records
+
+    try:
+        with in_modes(model, modes), passes.testing((signature, modes)):
+            refuse_mixing(model)
+            if isinstance(t.plan, OpenPlan):
+                find_rows()
+            facts = check_independence(probe, call, size)
+    finally:
+        t.randomness.next_batch(calls)
+    if facts is None:
+        if t.plan.graph is None:
+            raise ContractError(
+                "the model could not be run on random records, so that its independence cannot be tested: "
+                f"{probe.failure}. Pass example= if its inputs are not found in a batch as they should be."
+            ) from probe.failure
+        return None
+    if isinstance(t.plan, OpenPlan):
+        uses = [facts.uses.get(i, []) for i in range(len(t.collector.entries))]
+        if t.plan.learn(dict(zip(t.plan.layers, uses, strict=True))) and t.tested:
+            size_up(t)
+    outputs = [i for i, sketch in enumerate(facts.outputs) if sketch is not None]
+    return Tested(frozenset(outputs), facts.shapes[outputs[0]])
+
+
+def refuse_unused(t: Training) -> None:
+    """A trainable layer that no pass uses would get nothing but noise."""
+    unused = t.plan.unused() if isinstance(t.plan, OpenPlan) else []
+    if unused and not t.draws:  # a model that draws may have left the layer out by chance
+        raise CertificationError(
+            f"layer '{unused[0]}' is trainable but the model does not use it: it would get nothing but noise. "
+            "Fix: freeze it (requires_grad_(False))."
+        )
+
+
+def output_shape(t: Training, tested: Tested | None) -> tuple[int, ...]:
+    """Of one record of the model's output."""
+    graph = t.plan.graph
+    if graph is not None:
+        return graph.nodes[graph.output].op.out_shape
+    return () if tested is None else tested.shape
+
+
+def size_up(t: Training) -> None:
+    """Room for rounding, and limits, from what is known of every layer's uses."""
+    plan = t.plan
+    counts = [len(plan.uses(path)) for path in plan.layers]
+    entries = t.collector.entries
+    if t.quantiles is not None and counts != [entry.uses for entry in entries]:
+        raise ContractError("layers are used a different number of times than before: adaptive limits refuse.")
+    for entry, count in zip(entries, counts, strict=True):
+        entry.uses = count
+    physical = t.engine.loader.piece_size
+    slack = sum_slack(plan, t.products, t.engine.b_max, physical, t.engine.views)
+    t.release.slack, shares = with_room(plan, slack)
+    t.sensitivity.forget()
+    if t.engine.bounds.adaptive is not None and t.quantiles is None:
+        _adapt(t, t.engine.bounds.adaptive)
+    moving = [e.joint is None and (bool(e.layer._wc_flags & BOUND) or t.quantiles is None) for e in entries]
+    t.limits = Limits([entry.layer for entry in entries], moving, shares)
+
+
+def _adapt(t: Training, settings: Adaptive) -> None:
+    """Limits follow private quantiles; their queries take a part of the step's noise budget."""
+    layers = {path: (t.model.get_submodule(path), len(t.plan.uses(path))) for path in t.plan.layers}
+    t.quantiles = t.plan.quantiles = Quantiles(
+        settings, layers, t.engine.views, t.engine.expected_batch_size, t.engine.noise_multiplier
+    )
+    t.release.sigma = t.quantiles.gradient_sigma
+
+
+def uninstall(t: Training) -> None:
+    """Undo :func:`install`: hooks removed, layers native, weights as they are."""
+    for handle in t.handles:
+        handle.remove()
+    t.handles.clear()
+    t.drop()
+    t.info = None
+    for module in t.model.modules():
+        make_layer_plain(module)
+        module.__dict__.pop("_wc_dft", None)
+    if t.amp_before is None:
+        t.engine.optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+    else:
+        t.engine.optimizer._step_supports_amp_scaling = t.amp_before  # type: ignore[attr-defined]

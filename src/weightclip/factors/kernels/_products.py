@@ -1,0 +1,302 @@
+"""Weight gradients on CUDA in one kernel: records are scaled, multiplied and summed in float64 without any copy.
+
+A float32 sum over a batch may move by several times one record's contribution when that record is added (SOUNDNESS
+Theorems 21 and 24); in float64 it does not. Tensor cores multiply in float64 about as fast as others do in float32, so
+the only price to avoid is that of float64 copies: this kernel reads activations and cotangents as they lie in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightclip.factors._limits import KIND_SHIFT, SMALLEST, TINY, transforming
+
+_TOGETHER = 1 << 30  # multiply-adds below which a launch costs more than what a bias slows the larger kernel down
+_PROGRAMS = 1056  # about eight for each multiprocessor of a large GPU
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fits(x: Tensor, d: Tensor) -> bool:
+    """Whether the kernel can take these tensors: CUDA, at most float32, and Triton is at hand."""
+    if not x.is_cuda or x.dtype not in _DTYPES or d.dtype not in _DTYPES or transforming():
+        return False
+    return d.numel() > 0 and triton_found() and max(_reach(x), _reach(d), d.numel()) < 2**31
+
+
+def weight_gradient(
+    x: Tensor, d: Tensor, scale: Tensor | None, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], bias: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """sum_n scale_n (gradient of record n) of a 2-D convolution's weight and, if asked, of its bias, in float64.
+
+    Args:
+        x: (records, in, height, width), any strides.
+        d: (records, out, height, width), cotangents.
+        scale: (records,) or None; records with scale zero take no part, whatever they hold.
+        kernel: Size of the kernel; likewise stride, padding, dilation.
+        bias: Whether the sums of cotangents are wanted too; otherwise the second result is None.
+
+    Formal guarantees:
+        Each record's cotangent is scaled in float32; products and sums are float64 throughout, with no atomics: the
+        same numbers for the same tensors. Records with scale 0 contribute exact zeros, NaN or not.
+    """
+    x, d = (t if t.dtype == torch.float32 else t.float() for t in (x, d))  # older compilers cannot widen 16 bits here
+    if x.shape[1] >= 16 and (d.shape[3] % 16 or tuple(stride) != (1, 1)):  # rows too short or too rough to read well
+        x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))
+    out, columns = d.shape[1], x.shape[1] * kernel[0] * kernel[1]
+    total = d.shape[0] * d.shape[2] * d.shape[3]
+    together = bias and total * out * columns < _TOGETHER
+    rows, cols, depth = _tile(out), _tile(columns), 16
+    tiles = -(-out // rows) * -(-columns // cols)
+    parts = max(1, min(-(-total // (4 * depth)), _PROGRAMS // tiles))
+    share = -(-total // (parts * depth)) * depth
+    parts = -(-total // share)
+    found = torch.empty(parts, out, columns + together, dtype=torch.float64, device=x.device)
+    grid = (-(-out // rows), -(-columns // cols), parts)
+    launch(
+        _kernels().products, grid,
+        x, d, x if scale is None else scale, found, x.shape[1], x.shape[2], x.shape[3], out, d.shape[2],
+        d.shape[3], total, share, columns, *x.stride(), *d.stride(), kernel[1], *stride, *padding, *dilation,
+        scale is not None, x.stride(1) == 1 and x.shape[1] > 1, together, rows, cols, depth, num_warps=4,
+        num_stages=3,
+    )  # fmt: skip
+    whole, channels = found if parts == 1 else found.sum(0), x.shape[1]
+    across = columns + together
+    # one view instead of a slice, a view and a permutation: small networks wait for the host
+    weight = whole.as_strided((out, channels, *kernel), (across, 1, kernel[1] * channels, channels))
+    if not bias:
+        return weight, None
+    return weight, whole.as_strided((out,), (across,), columns) if together else record_sums(d.flatten(2), scale)[0]
+
+
+def dense_gradient(
+    x: Tensor, d: Tensor, scale: Tensor | None, bias: bool = False
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """sum_n scale_n delta_n x_n^T over records and positions; x (records, ..., in), d (records, ..., out)."""
+    if x.dim() == 2:
+        x, d = x[:, :, None, None], d[:, :, None, None]
+    else:
+        x, d = (t.reshape(t.shape[0], -1, t.shape[-1]).transpose(1, 2).unsqueeze(3) for t in (x, d))
+    weight, sums = weight_gradient(x, d, scale, (1, 1), (1, 1), (0, 0), (1, 1), bias)
+    return weight[:, :, 0, 0], sums
+
+
+def laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """In the parameter's type and order of entries, in one copy: as it is, autograd and foreach operators take it."""
+    if gradient.dtype == parameter.dtype and gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
+
+
+def record_sums(d: Tensor, scale: Tensor | None, x: Tensor | None = None) -> Tensor:
+    """Per channel, sum_n scale_n (sum over positions of d) and, with ``x``, of d x: 1 or 2 x channels, float64.
+
+    torch would make a float64 copy of ``d`` first. ``d`` and ``x`` are (records, channels, positions), any strides.
+
+    Formal guarantees:
+        Each record's cotangent is scaled in float32; products and sums are float64, with no atomics; a record with
+        scale 0 adds exact zeros.
+    """
+    channels, total = d.shape[1], d.shape[0] * d.shape[2]
+    last = d.stride(1) == 1 and channels > 1
+    wide = min(64, 1 << (channels - 1).bit_length()) if last else 1
+    depth = 1024 // wide
+    across = -(-channels // wide)
+    parts = max(1, min(-(-total // (4 * depth)), 2 * _PROGRAMS // across))
+    share = -(-total // (parts * depth)) * depth
+    parts = -(-total // share)
+    other = d if x is None else x
+    found = torch.empty(parts, 1 if x is None else 2, channels, dtype=torch.float64, device=d.device)
+    launch(
+        _kernels().sums, (across, parts, 1),
+        other, d, d if scale is None else scale, found, channels, d.shape[2], total, share, *other.stride(),
+        *d.stride(), scale is not None, x is not None, wide, depth, num_warps=4,
+    )  # fmt: skip
+    return found[0] if parts == 1 else found.sum(0)
+
+
+def fits_scale(x: Tensor, d: Tensor, flags: int) -> bool:
+    """Whether :func:`fused_scale` can take these tensors: each record in one piece, no measured caps."""
+    return fits(x, d) and flags < 1 << KIND_SHIFT and flags > 0 and _dense(x) and _dense(d)
+
+
+def fused_scale(
+    x: Tensor, d: Tensor, limits: Tensor, flags: int, bias: float, counts: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """The scale of each record by one kernel, as ``record_scale`` of the norms of both factors.
+
+    Args:
+        x: (records, ...) inputs; for a convolution (records, channels, ...) with ``counts``.
+        d: (records, ...) cotangents.
+        limits: (3,) as in ``record_scale``.
+        flags: Which of them are enforced.
+        bias: beta^2 times positions, part of the input factor.
+        counts: Weight of each position's squares, float32; None: one.
+
+    Formal guarantees:
+        Those of ``record_scale``: norms are float32 sums of nonnegative numbers, so that the certificate's allowance
+        for their rounding holds in this order too; a record with a non-finite factor gets 0.
+    """
+    out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    x_size, d_size, tiny = x.numel() // len(x), d.numel() // len(d), torch.finfo(torch.float32).tiny
+    last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
+    block, warps = _at_once(len(x), max(x_size, d_size))
+    launch(
+        _kernels().scales, (x.shape[0], 1, 1),
+        x, d, x if counts is None else counts, limits, out, x_size, d_size, x.stride(0), d.stride(0),
+        1 if counts is None else counts.numel(), tiny * x_size, tiny * d_size, float(bias), counts is not None,
+        x.shape[1] if last else 0, flags, TINY, SMALLEST, block, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def fused_moments(x: Tensor, d: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Sums of squares of each record's inputs (weighted by ``counts``) and cotangents: (records, 2), float32."""
+    found = torch.empty(x.shape[0], 2, dtype=torch.float32, device=x.device)
+    last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
+    x_size, d_size = x.numel() // len(x), d.numel() // len(d)
+    block, warps = _at_once(len(x), max(x_size, d_size))
+    launch(
+        _kernels().moments, (x.shape[0], 1, 1),
+        x, d, x if counts is None else counts, found, x_size, d_size, x.stride(0), d.stride(0),
+        1 if counts is None else counts.numel(), counts is not None, x.shape[1] if last else 0, block, num_warps=warps,
+    )  # fmt: skip
+    return found
+
+
+def _at_once(records: int, size: int) -> tuple[int, int]:
+    """Numbers a program reads at once, and its warps: many where few programs share a device."""
+    if size > 16384 and records < _PROGRAMS // 4:
+        return 8192, 16
+    return (1024 if size > 512 else 128), 4
+
+
+def fused_norms(x: Tensor, d: Tensor, bias: float, counts: Tensor | None = None) -> Tensor:
+    """The product of the norms of each record's two factors, infinite where one is not finite; as ``fused_scale``."""
+    return fused_scale(x, d, x, 8, bias, counts)
+
+
+def channel_scale(
+    x: Tensor, d: Tensor, limits: Tensor | None, flags: int, beta: float, rounding: float = 0.0
+) -> Tensor:
+    """Of a gain and an offset per channel: each record's scale, or without limits the norm of its gradient.
+
+    Args:
+        x: (records, channels, positions), any strides, likewise ``d``.
+        limits: (3,) as in ``record_scale``; the input factor is the largest channel's.
+        flags: Which of them are enforced.
+        beta: Weight of the offset.
+        rounding: Share of the sum of |d x| + beta |d| by which sums may be off; part of the norm.
+
+    Formal guarantees:
+        Sums are float64. A record with a non-finite factor gets scale 0 or an infinite norm.
+    """
+    records, count, places = d.shape
+    wide = min(64, 1 << (count - 1).bit_length())
+    depth = min(1024 // wide, 1 << (places - 1).bit_length())
+    blocks = -(-count // wide)
+    found = torch.empty(records, 4, blocks, dtype=torch.float64, device=d.device)
+    out, tiny = torch.empty(records, dtype=torch.float32, device=d.device), torch.finfo(torch.float32).tiny
+    exact = limits is None
+    launch(
+        _kernels().channels, (records, blocks, 1),
+        x, d, found, count, places, *x.stride(), *d.stride(), exact, wide, depth, num_warps=4,
+    )  # fmt: skip
+    launch(
+        _kernels().finish_channels, (records, 1, 1),
+        found, found if limits is None else limits, out, blocks, float(beta), float(places), tiny * places,
+        tiny * places * count, float(rounding), exact, flags, TINY, SMALLEST, 1 << (blocks - 1).bit_length(),
+        num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) -> None:
+    """``kernel[grid](*args, **options)``, in a fraction of the host's time once such arguments have been seen.
+
+    Triton looks at every argument to find the compiled variant: at types, alignments, and whether numbers are one or
+    multiples of 16. The same numbers and alignments find the same one. All arguments are given by position, tensors
+    first.
+    """
+    device = args[0].get_device()
+    if device >= 0 and device != torch.cuda.current_device():  # kernels start on the current one
+        with torch.cuda.device(device):
+            return launch(kernel, grid, *args, **options)
+    tensors = 1
+    while isinstance(args[tensors], Tensor):  # they come first
+        tensors += 1
+    key = (id(kernel), device, args[tensors:], *[(a.dtype, a.data_ptr() % 16) for a in args[:tensors]])
+    if device >= 0 and device not in _ready.devices:
+        _make_ready(device)
+    found = _compiled.get(key)
+    if found is not None:
+        found[grid](*args)
+        return None
+    found = kernel[grid](*args, **options)  # None in the interpreter
+    if found is not None and _takes_all_arguments():
+        if len(_compiled) >= 4096:  # batches of many sizes
+            _compiled.clear()
+        _compiled[key] = found
+    return None
+
+
+_compiled: dict[Any, Any] = {}
+
+
+class _Ready(threading.local):
+    """Devices whose context this thread has."""
+
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_ready = _Ready()
+
+
+def _make_ready(device: int) -> None:
+    """Triton launches in the thread's present context, which a backward thread has after its first call of CUDA's
+    runtime only: memory comes from torch's cache, so that our kernel may be that call."""
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.mem_get_info(device)
+        _ready.devices.add(device)
+
+
+@functools.cache
+def _takes_all_arguments() -> bool:
+    """Whether compiled kernels are launched with the arguments of the JIT function, as Triton has done since 3.4."""
+    version = importlib.import_module("triton").__version__
+    return (3, 4) <= tuple(int(part) for part in version.split(".")[:2]) < (4, 0)
+
+
+def _dense(t: Tensor) -> bool:
+    """Whether each record's entries lie together, positions or channels fastest."""
+    return t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last))
+
+
+def _reach(t: Tensor) -> int:
+    """Entries of memory from a record's first to its last: the kernels add up places within a record in int32."""
+    if t.is_contiguous():
+        return t.numel()
+    return sum((n - 1) * step for n, step in zip(t.shape[1:], t.stride()[1:], strict=True)) + 1
+
+
+def _tile(size: int) -> int:
+    return 64 if size > 32 else 32 if size > 16 else 16
+
+
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("weightclip.factors.kernels._products_triton")
+
+
+@functools.cache
+def triton_found() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,231 @@
+"""Weight gradients on tensor cores with exact sums over records, and exact norms of records' gradients (SOUNDNESS 8).
+
+A record's product over its positions is formed from 16-bit or TF32 operands and accumulated in float32 by tiles that
+begin and end with the record: what is rounded there is its own contribution, whoever else is in the batch. The float32
+tile is scaled and added in float64. The same products, squared and summed instead, are the record's norm; Gram matrices
+of positions are, where they need less arithmetic. No per-record gradient is ever stored.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weightclip.factors.kernels._products import fits, fused_moments, launch
+
+FEWEST = 16  # positions below which float64 products are as fast: the tile would be mostly padding
+WIDEST_GRAM = 128  # positions whose Gram matrix is one tile
+UNIT = 2.0**-22  # of one addition on tensor cores, which truncate, twice over
+_WAVES = 264  # programs: two for each multiprocessor of a large GPU
+_TINIEST = torch.finfo(torch.float32).tiny
+
+
+class Window(NamedTuple):
+    """A 2-D convolution's fixed numbers; a dense layer over positions is one of size 1 over a row of them."""
+
+    kernel: tuple[int, int] = (1, 1)
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+
+
+POINT = Window()
+
+
+def fits_tiles(x: Tensor, d: Tensor, places: int, convolution: bool) -> bool:
+    """Whether tiles can take these factors: on a GPU with Triton, 16 bits each, or float32 where TF32 is allowed."""
+    if not x.is_cuda or x.dtype != d.dtype or places < FEWEST:
+        return False
+    # float64 products of dense layers are as fast as TF32 ones, whose operands must be turned over first
+    return fits(x, d) and (x.dtype != torch.float32 or (convolution and _tf32_allowed()))
+
+
+def tile_rounding(places: int) -> float:
+    """Share of ||x|| ||delta|| by which a record's float32 product over so many positions may be off."""
+    return (places + 8) * UNIT
+
+
+def tile_sums(
+    x: Tensor, d: Tensor, scale: Tensor | None, window: Window = POINT, stored: torch.dtype = torch.float64
+) -> Tensor:
+    """sum_n scale_n (gradient of record n) as (out, in, kernel height, kernel width), a view of channels last.
+
+    Args:
+        x: (records, in, height, width); dense layers: (records, positions, in).
+        d: (records, out, height, width), or (records, positions, out).
+        scale: (records,) or None; records with scale zero take no part, whatever they hold.
+        window: The convolution.
+        stored: What the sum may be stored in, once, if a copy can be saved; it is float64 otherwise.
+
+    Formal guarantees:
+        Record n adds scale_n T_n with T_n a function of its own x and d alone: float32 sums over its positions that
+        start from zero, in an order that neither the batch nor the record's place in it changes. Products of 16-bit
+        numbers are exact in float32, so ||T_n - exact|| <= (positions + 8) 2^-22 ||x_n|| ||d_n||, x_n its patch
+        matrix: `sum_slack` has that share. TF32 operands are cut towards zero first, so that no norm grows. Tiles are
+        scaled in float32 and added in float64 (with no atomics): over records nothing is rounded to less.
+    """
+    flat = _flat(x, d, window)
+    rows, cols, depth, warps, stages = tiling(flat.outs, flat.columns, flat.places, x.dtype)
+    across = -(-flat.outs // rows) * -(-flat.columns // cols)
+    parts = max(1, min(flat.records, _WAVES // across))
+    share = -(-flat.records // parts)
+    parts = -(-flat.records // share)
+    kind = stored if parts == 1 and stored == torch.float32 else torch.float64
+    found = torch.empty(parts, flat.outs, flat.columns, dtype=kind, device=x.device)
+    _launch(flat, scale, found, share, parts, False, (rows, cols, depth, warps, stages))
+    whole = found[0] if parts == 1 else found.sum(0)
+    high, wide = window.kernel
+    channels = flat.columns // (high * wide)
+    return whole.as_strided((flat.outs, channels, high, wide), (flat.columns, 1, wide * channels, channels))
+
+
+def tile_norms(x: Tensor, d: Tensor, beta: float, window: Window = POINT, counts: Tensor | None = None) -> Tensor:
+    """Norm of each record's gradient (weight and beta times bias) as ``tile_sums`` forms it, infinite if not finite.
+
+    ``counts`` says in how many patches each position of the input lies; None: one.
+
+    Formal guarantees:
+        Never less than the norm of T_n. By tiles the squares are those of float32 products of the same operands; by
+        Grams (fewer multiplications where positions are few) the float32 inner products may be off by their rounding,
+        counted in full: 2^-22 for each summand on tensor cores and 2^-24 for each other addition, times the squared
+        product of the factors' norms.
+    """
+    flat = _flat(x, d, window)
+    if by_grams(flat.places, flat.columns, flat.outs):
+        squares, share, sums = _grams(flat, beta)
+    else:
+        squares, share, sums = _squares(flat), 0.0, None
+        if beta:
+            sums = torch.linalg.vector_norm(flat.d.sum(1, dtype=torch.float32), dim=1)
+    x_size, d_size = x.numel() // len(x), d.numel() // len(d)
+    found = fused_moments(flat.x.permute(0, 3, 1, 2), flat.d, counts)
+    out = torch.empty(flat.records, dtype=torch.float32, device=x.device)
+    # room for the rounding of the float32 sums behind both norms, which the limit has too
+    share, rounding = share * (1 + 2.0**-8), tile_rounding(flat.places) * (1 + 2.0**-8)
+    launch(
+        _norm_kernels().finish_exact, (flat.records, 1, 1),
+        found, squares, out if sums is None else sums, out, _TINIEST * x_size * math.prod(window.kernel),
+        _TINIEST * d_size, beta**2 * flat.places, beta**2, share, rounding, squares.shape[1], sums is not None,
+        128, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def _tf32_allowed() -> bool:
+    """Whether torch may convolve float32 numbers as TF32 on GPUs."""
+    backends: Any = torch.backends
+    return backends.cudnn.conv.fp32_precision == "tf32"
+
+
+def by_grams(places: int, columns: int, outs: int) -> bool:
+    """Whether norms by Gram matrices of positions take less arithmetic than by products; a choice by shapes alone."""
+    return places <= WIDEST_GRAM and places * (columns + outs) < columns * outs
+
+
+def tiling(outs: int, columns: int, places: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Rows, columns and positions of a tile, warps and stages of its pipeline, by the layer's shape."""
+    if dtype == torch.float32:
+        return _power(outs, 128), _power(columns, 64), _power(places, 32), 4, 3
+    if places <= 64 and outs >= 128 and columns >= 128:
+        return 128, 128, _power(places, 64), 8, 3
+    few = places <= 128 or outs <= 64
+    return _power(outs, 64 if few else 128), _power(columns, 64), _power(places, 128 if few else 64), 4, 3
+
+
+def _power(size: int, most: int) -> int:
+    """The smallest power of two that is no less, from 16 to ``most``."""
+    return min(most, max(16, 1 << (size - 1).bit_length()))
+
+
+class _Flat(NamedTuple):
+    """Both factors with channels last, as the kernels read them."""
+
+    x: Tensor  # (records, height, width, in)
+    d: Tensor  # (records, positions, out), contiguous
+    wide: int  # positions in a row
+    window: Window
+
+    @property
+    def records(self) -> int:
+        return self.d.shape[0]
+
+    @property
+    def places(self) -> int:
+        return self.d.shape[1]
+
+    @property
+    def outs(self) -> int:
+        return self.d.shape[2]
+
+    @property
+    def columns(self) -> int:
+        return self.x.shape[3] * math.prod(self.window.kernel)
+
+    def shape(self) -> list[int]:
+        """What the kernels take as constants."""
+        window, x = self.window, self.x
+        return [x.shape[3], self.columns, self.places, self.wide, window.kernel[1], *window.stride, *window.padding,
+                *window.dilation, self.outs]  # fmt: skip
+
+
+def _flat(x: Tensor, d: Tensor, window: Window) -> _Flat:
+    if x.dim() == 4:
+        x, d = (t.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1) for t in (x, d))
+        wide = d.shape[2]
+        x = x if x.is_contiguous() else x.contiguous()  # strides of sizes one are free
+        return _Flat(x, d.reshape(d.shape[0], -1, d.shape[3]).contiguous(), wide, window)
+    x, d = x.contiguous(), d.contiguous()
+    return _Flat(x.unsqueeze(1), d, d.shape[1], window)
+
+
+def _launch(flat: _Flat, scale: Tensor | None, out: Tensor, share: int, parts: int, squares: bool, how: Any) -> None:
+    rows, cols, depth, warps, stages = how
+    x, d = flat.x, flat.d
+    launch(
+        _kernels().tiles, (-(-flat.outs // rows), -(-flat.columns // cols), parts),
+        x, d, x if scale is None else scale, out, flat.records, share, x.shape[1], x.shape[2], *x.stride()[:3],
+        d.stride(0), *flat.shape(), scale is not None, squares, x.dtype == torch.float32, not x.is_cuda, rows, cols,
+        depth, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def _squares(flat: _Flat) -> Tensor:
+    """Sums of squares of each record's product: (records, tiles)."""
+    how = tiling(flat.outs, flat.columns, flat.places, flat.x.dtype)
+    across = -(-flat.outs // how[0]) * -(-flat.columns // how[1])
+    share = max(1, flat.records * across // (4 * _WAVES))
+    found = torch.empty(flat.records, across, dtype=torch.float32, device=flat.d.device)
+    _launch(flat, None, found, share, -(-flat.records // share), True, how)
+    return found
+
+
+def _grams(flat: _Flat, beta: float) -> tuple[Tensor, float, None]:
+    """Squared norms by blocks of positions, (records, blocks), and the share of the factors' norms they may be off."""
+    whole = _power(flat.places, WIDEST_GRAM)
+    rows, depth = min(64, whole), 64 if flat.x.dtype != torch.float32 else 32
+    blocks = -(-flat.places // rows)
+    found = torch.empty(flat.records, blocks, dtype=torch.float32, device=flat.d.device)
+    x, d = flat.x, flat.d
+    launch(
+        _kernels().grams, (flat.records, blocks, 1),
+        x, d, found, x.shape[1], x.shape[2], beta**2, *x.stride()[:3], d.stride(0), *flat.shape(),
+        x.dtype == torch.float32, not x.is_cuda, rows, whole, depth, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    # inner products on tensor cores; additions of those and of a thread's entries, then across threads
+    plain = (flat.columns + flat.outs) // depth + 2 + rows * whole // 128 + 16
+    return found, 2 * depth * UNIT + plain * 2.0**-24, None
+
+
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("weightclip.factors.kernels._tiles_triton")
+
+
+@functools.cache
+def _norm_kernels() -> Any:
+    return importlib.import_module("weightclip.factors.kernels._products_triton")

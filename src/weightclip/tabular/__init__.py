@@ -1,0 +1,41 @@
+"""Estimators for tables with the conventions of scikit-learn: preprocessing that is paid for, training, model folders.
+
+Used by `audit` and the command line.
+"""
+
+from __future__ import annotations
+
+from weightclip.tabular._calibrate import calibrate as calibrate
+from weightclip.tabular._card import model_card as model_card
+from weightclip.tabular._checks import check_budget as check_budget
+from weightclip.tabular._classifier import LipDPClassifier as LipDPClassifier
+from weightclip.tabular._columns import Column as Column
+from weightclip.tabular._columns import Schema as Schema
+from weightclip.tabular._columns import canonical as canonical
+from weightclip.tabular._encoder import Encoder as Encoder
+from weightclip.tabular._encoder import Fitted as Fitted
+from weightclip.tabular._fit import fit_classifier as fit_classifier
+from weightclip.tabular._fit import fit_regressor as fit_regressor
+from weightclip.tabular._importances import Importances as Importances
+from weightclip.tabular._importances import model_importances as model_importances
+from weightclip.tabular._importances import permuted as permuted
+from weightclip.tabular._importances import public_importances as public_importances
+from weightclip.tabular._inputs import PrivacyCostWarning as PrivacyCostWarning
+from weightclip.tabular._model import Model as Model
+from weightclip.tabular._plan import FitPlan as FitPlan
+from weightclip.tabular._plan import NonPrivateScaling as NonPrivateScaling
+from weightclip.tabular._plan import Preprocessing as Preprocessing
+from weightclip.tabular._plan import PrivateScaling as PrivateScaling
+from weightclip.tabular._plan import PublicScaling as PublicScaling
+from weightclip.tabular._regressor import LipDPRegressor as LipDPRegressor
+from weightclip.tabular._report import mechanisms_of as mechanisms_of
+from weightclip.tabular._report import recompute as recompute
+from weightclip.tabular._report import searched_epsilon as searched_epsilon
+from weightclip.tabular._resume import Checkpoint as Checkpoint
+from weightclip.tabular._search import SearchPlan as SearchPlan
+from weightclip.tabular._search import Task as Task
+from weightclip.tabular._search import best_of_random_runs as best_of_random_runs
+from weightclip.tabular._search import search as search
+from weightclip.tabular._table import Table as Table
+from weightclip.tabular._table import frame_columns as frame_columns
+from weightclip.tabular._table import to_values as to_values

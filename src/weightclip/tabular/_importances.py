@@ -1,0 +1,144 @@
+"""What a fitted model looks at: from the model alone, which costs nothing, or on public records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sklearn.metrics import r2_score
+from sklearn.utils.validation import check_is_fitted
+
+from weightclip.errors import WeightclipError
+from weightclip.tabular._encoder import Pieces
+from weightclip.tabular._model import Model
+
+_ROWS = 2000  # made-up records, always the same
+
+
+@dataclass(frozen=True)
+class Importances:
+    """How much a model relies on each column.
+
+    Attributes:
+        names: Columns.
+        mean: Importance of each, in the unit of `measure`.
+        spread: Standard deviation over repeats, 0 where there is one.
+        measure: What was measured.
+    """
+
+    names: tuple[str, ...]
+    mean: tuple[float, ...]
+    spread: tuple[float, ...]
+    measure: str
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary, most important column first."""
+        rows = [{"column": n, "importance": m, "spread": s} for n, m, s in self._sorted()]
+        return {"measure": self.measure, "columns": rows}
+
+    def __str__(self) -> str:
+        width = max(len(n) for n in self.names)
+        lines = [f"{n:{width}s}  {m:9.4f} ± {s:.4f}" for n, m, s in self._sorted()]
+        return "\n".join([f"{self.measure}:", *lines])
+
+    def _sorted(self) -> list[tuple[str, float, float]]:
+        rows = zip(self.names, self.mean, self.spread, strict=True)
+        return sorted(rows, key=lambda row: -row[1])
+
+
+def model_importances(model: Model) -> Importances:
+    """Mean change of the prediction when one column of a made-up record is drawn anew.
+
+    Columns of the made-up records are independent; numbers are spread over the intervals of the encoder (about the
+    quantiles it was fitted on), categories evenly over those it knows.
+
+    Formal guarantees:
+        A function of the released model alone: it costs no privacy.
+    """
+    rng = np.random.default_rng(0)
+    parts = model.encoder.parts
+    rows, fresh = (np.stack([_draw(part, rng) for part in parts], axis=1) for _ in range(2))
+    before = _prediction(model, rows)
+    effects = []
+    for j in range(len(parts)):
+        changed = rows.copy()
+        changed[:, j] = fresh[:, j]
+        effects.append(float(np.abs(_prediction(model, changed) - before).mean()))
+    what = "probabilities" if model.task == "classification" else "prediction"
+    names = tuple(c.name for c in model.encoder.columns)
+    return Importances(names, tuple(effects), (0.0,) * len(names), f"mean change of the {what} by a column")
+
+
+def public_importances(estimator: Any, X: Any, y: Any, repeats: int = 5, random_state: int = 0) -> Importances:
+    """Permutation importances on PUBLIC records: how far the score falls when a column is shuffled.
+
+    Args:
+        estimator: A fitted `LipDPClassifier` or `LipDPRegressor`.
+        X: Public records. Scores of private ones are a release that nobody has paid for.
+        y: Their labels.
+        repeats: Shuffles of each column.
+        random_state: Seed of the shuffles.
+
+    Example:
+        >>> import numpy as np
+        >>> from weightclip.tabular import LipDPClassifier
+        >>> X = np.random.default_rng(0).uniform(-1, 1, size=(3000, 2))
+        >>> model = LipDPClassifier(feature_bounds=(-1, 1), random_state=0).fit(X[:2000], X[:2000, 0] > 0)
+        >>> found = public_importances(model, X[2000:], X[2000:, 0] > 0)
+        >>> bool(found.mean[0] > 0.2 > found.mean[1])
+        True
+    """
+    check_is_fitted(estimator)
+    values, y = estimator.raw(X), np.asarray(y)
+    if estimator.model_.task == "classification":
+        places = {label: i for i, label in enumerate(estimator.classes_.tolist())}
+        y = np.array([places.get(label, -1) for label in y.tolist()])
+    return permuted(estimator.model_, values, y, repeats, random_state)
+
+
+def permuted(model: Model, values: np.ndarray, y: np.ndarray, repeats: int, seed: int) -> Importances:
+    """`public_importances` of raw values; labels are places in the list of classes (-1: none of them) or numbers."""
+    if not (isinstance(repeats, (int, np.integer)) and repeats >= 1):
+        raise WeightclipError(f"repeats must be a whole number, at least 1, got {repeats!r}.")
+    if len(values) != len(y) or len(y) < 2:
+        raise WeightclipError(f"importances need at least two records with labels, got {len(values)} and {len(y)}.")
+    rng = np.random.default_rng(seed)
+
+    def score(rows: np.ndarray) -> float:
+        if model.task == "regression":
+            return float(r2_score(y, model.regress(rows)))
+        return float(np.mean(model.probabilities(rows).argmax(1) == y))
+
+    whole, falls = score(values), []
+    for j in range(values.shape[1]):
+        changed = values.copy()
+        column = []
+        for _ in range(int(repeats)):
+            changed[:, j] = rng.permutation(values[:, j])
+            column.append(whole - score(changed))
+        falls.append(column)
+    names = tuple(c.name for c in model.encoder.columns)
+    what = "R2" if model.task == "regression" else "accuracy"
+    measure = f"fall of the {what} ({whole:.4f} on {len(y)} public records) when a column is shuffled"
+    return Importances(names, tuple(map(float, np.mean(falls, 1))), tuple(map(float, np.std(falls, 1))), measure)
+
+
+def shares(estimator: Any) -> np.ndarray:
+    """`model_importances` as shares of one, for every column that `fit` saw: 0 for those it ignored."""
+    found = model_importances(estimator.model_)
+    by_name = dict(zip(found.names, found.mean, strict=True))
+    effects = np.array([by_name.get(name, 0.0) for name in estimator._names])
+    return effects / effects.sum() if effects.sum() > 0 else effects
+
+
+def _draw(part: Any, rng: np.random.Generator) -> np.ndarray:
+    if isinstance(part, Pieces):
+        edges = np.array(part.edges)
+        interval = rng.integers(0, len(edges) - 1, _ROWS)
+        return edges[interval] + rng.random(_ROWS) * np.diff(edges)[interval]
+    return rng.choice(np.array(part.codes or (np.nan,), dtype=np.float64), _ROWS)
+
+
+def _prediction(model: Model, rows: np.ndarray) -> np.ndarray:
+    return model.probabilities(rows) if model.task == "classification" else model.regress(rows)

@@ -1,0 +1,147 @@
+"""What is decided before a record is read: the budget, where feature statistics come from, what counts releases."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightclip import accounting
+from weightclip.accounting import Mechanism
+from weightclip.errors import BudgetSpent, WeightclipError
+from weightclip.noise import Streams
+from weightclip.tabular._columns import Column
+from weightclip.tabular._door import Door, charged
+from weightclip.tabular._resume import Checkpoint
+
+
+@dataclass(frozen=True)
+class PrivateScaling:
+    """Feature statistics estimated within the budget: quantiles, ranges where none is public, frequent categories.
+
+    Attributes:
+        share: Part of the run's precision 1/σ² that is spent on them; None: by the expected error. The features' means
+            take at most a twentieth more.
+        pieces: Intervals of a numeric column; None: six.
+    """
+
+    share: float | None = None
+    pieces: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.share is not None and not 0 < self.share < 1:
+            raise WeightclipError(f"PrivateScaling: share must lie strictly between 0 and 1, got {self.share!r}.")
+        _check_pieces("PrivateScaling", self.pieces)
+
+
+@dataclass(frozen=True)
+class PublicScaling:
+    """Features scaled by public ranges and categories alone: free, and refused where one of them is unknown."""
+
+    pieces: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_pieces("PublicScaling", self.pieces)
+
+
+@dataclass(frozen=True)
+class NonPrivateScaling:
+    """Feature statistics read from the private rows WITHOUT paying: the model's ε is then infinite, and said to be.
+
+    For experiments, and for data whose statistics are public anyway.
+    """
+
+    pieces: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_pieces("NonPrivateScaling", self.pieces)
+
+
+Preprocessing = PrivateScaling | PublicScaling | NonPrivateScaling
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """Everything that is decided before a record is read.
+
+    Attributes:
+        epsilon: Budget, preprocessing included.
+        delta: Its δ.
+        preprocessing: Where feature statistics come from.
+        chosen: Settings of the network that the user chose.
+        accountant: "pld" or "rdp".
+        streams: Randomness.
+        loss: "huber" or "l1" (regression).
+        progress: Called with (steps done, steps in all).
+        not_covered: Sentences the report has to add.
+        records: Public number of records; None declares the true one public.
+        weights: Chance of each record to take part in a step it was drawn for (sample weights); None: always.
+        spent: What was released of the records before the fit, within the same budget.
+        ledger: File in which every release is counted before it happens, beside those of earlier fits.
+        past: What the ledger held before this fit; it counts in epsilon.
+        checkpoint: Where an interrupted fit is found again.
+        columns: The columns as declared, before any kind was voted on: what is spent follows from these alone.
+    """
+
+    epsilon: float
+    delta: float
+    preprocessing: Preprocessing
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    accountant: str = "pld"
+    streams: Streams = field(default_factory=Streams.secure)
+    loss: str = "huber"
+    progress: Callable[[int, int], None] | None = None
+    not_covered: tuple[str, ...] = ()
+    records: int | None = None
+    weights: np.ndarray | None = None
+    spent: tuple[Mechanism, ...] = ()
+    columns: tuple[Column, ...] | None = None
+    ledger: Path | None = None
+    past: tuple[Mechanism, ...] = ()
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def door(self) -> Door:
+        """Where statistics of the records leave."""
+        return Door(self.streams, self.ledger)
+
+    def counted(self) -> FitPlan:
+        """The plan with what its ledger holds already; where that is too much, raises before anything is read.
+
+        Formal guarantees:
+            What all runs on the ledger release, this fit included, is within epsilon.
+        """
+        if self.ledger is None or (self.checkpoint is not None and self.checkpoint.begun):
+            return self  # a run that goes on spends what it has planned for, and no more
+        if isinstance(self.preprocessing, NonPrivateScaling):
+            raise WeightclipError("NonPrivateScaling reads records without paying, which no ledger can count.")
+        plan = replace(self, past=charged(self.ledger))
+        spent = accounting.epsilon(plan.past, plan.delta, plan.accountant)
+        if spent >= plan.epsilon * 0.99:
+            raise BudgetSpent(
+                f"ledger {self.ledger} holds epsilon {spent:.4g} at delta {plan.delta:g} already: nothing is left of "
+                f"epsilon {plan.epsilon:g}. Raise epsilon, which is the total of all fits on one ledger."
+            )
+        return plan
+
+
+def mu_left(plan: FitPlan) -> float:
+    """1/σ of the one Gaussian mechanism that spends what is left of the budget."""
+    return _mu_of(plan.epsilon, plan.delta, plan.accountant, plan.past)
+
+
+@functools.lru_cache(maxsize=256)
+def _mu_of(epsilon: float, delta: float, accountant: str, past: tuple[Mechanism, ...]) -> float:
+    if not past:
+        return accounting.gdp_mu(epsilon, delta)
+    return 1 / accounting.calibrate_sigma(epsilon, delta, 1.0, 1, accountant, extra_mechanisms=past)
+
+
+def _check_pieces(owner: str, pieces: int | None) -> None:
+    if pieces is not None and (not isinstance(pieces, Integral) or not 1 <= int(pieces) <= 64):
+        raise WeightclipError(f"{owner}: pieces must be a whole number from 1 to 64, got {pieces!r}.")

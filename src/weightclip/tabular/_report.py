@@ -1,0 +1,143 @@
+"""The privacy statement of a fitted estimator: every mechanism, every public constant, and what is not covered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from weightclip.accounting import Mechanism, NegativeBinomialRuns, epsilon, search_cost
+from weightclip.engine import version_of_package
+from weightclip.sampling import TAIL
+from weightclip.tabular._encoder import Fitted
+from weightclip.tabular._training import Run, Settings
+
+NOT_COVERED = (
+    "the number of records, the column names and types, and the list of classes: they count as public",
+    "choosing among several fits on the same records (cross-validation, grid search): each fit costs its own epsilon",
+    "errors, timing and memory use that depend on records",
+    "bit patterns of floating-point noise",
+)
+
+
+def privacy_report(
+    fitted: Fitted,
+    run: Run | None,
+    *,
+    delta: float,
+    target: float,
+    accountant: str,
+    n: int,
+    public: dict[str, Any],
+    secure: bool,
+    not_covered: Sequence[str] = (),
+) -> dict[str, Any]:
+    """A JSON-ready statement; its epsilon is computed from the mechanisms it lists.
+
+    Formal guarantees:
+        ``epsilon(mechanisms, delta)`` of everything the fitted estimator holds, for data sets that differ by adding or
+        removing one record. Infinite when statistics were read without paying.
+    """  # fmt: skip
+    mechanisms = [*fitted.mechanisms, *([run.mechanism] if run is not None else [])]
+    total = math.inf if fitted.uncovered else epsilon(mechanisms, delta, accountant)
+    report: dict[str, Any] = {
+        "statement": f"({_text(total)}, {delta:g})-differentially private for adding or removing one record.",
+        "epsilon": _number(total),
+        "delta": delta,
+        "target_epsilon": target,
+        "adjacency": "ADD_OR_REMOVE_ONE",
+        "accountant": accountant,
+        "mechanisms": [_entry(m, delta, accountant) for m in mechanisms],
+        "preprocessing": [*fitted.statements, *(f"NOT PRIVATE: {u}" for u in fitted.uncovered)],
+        "public": {"records": n, **public},
+        "not_covered": [*fitted.uncovered, *not_covered, *NOT_COVERED],
+        "secure_noise": secure,
+        "library": {name: version_of_package(name) for name in ("weightclip", "torch", "dp-accounting")},
+    }
+    if run is not None:
+        report["public"] |= {"sample_rate": run.q, "expected_batch_size": run.batch, "steps": run.steps}
+        report["layers"] = list(run.layers)
+    if not secure:
+        report["not_covered"].insert(
+            0, "anyone who can guess random_state: noise from a seed protects only while it is secret"
+        )
+    return report
+
+
+def settings_json(settings: Settings) -> dict[str, Any]:
+    """Settings as JSON-ready numbers, strategies by their text."""
+    raw = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    plain = (int, float, str, bool, type(None))
+    return {k: list(v) if isinstance(v, tuple) else v if isinstance(v, plain) else repr(v) for k, v in raw.items()}
+
+
+def mechanisms_of(report: dict[str, Any]) -> list[Mechanism]:
+    """The mechanisms a report lists."""
+    return [
+        Mechanism(m["kind"], m.get("sigma"), m["q"], m["steps"], m.get("epsilon0"), m.get("label", ""))
+        for m in report["mechanisms"]
+    ]  # fmt: skip
+
+
+def recompute(report: dict[str, Any], delta: float | None = None, accountant: str | None = None) -> float:
+    """ε from the mechanisms a report lists, at its δ or another; of the whole search where there was one."""
+    mechanisms, delta = mechanisms_of(report), float(report["delta"] if delta is None else delta)
+    if (search := report.get("search")) is not None:
+        return searched_epsilon(mechanisms, delta, search["mean_runs"], report["target_epsilon"])
+    return epsilon(mechanisms, delta, accountant or report["accountant"], report["adjacency"].lower())
+
+
+def searched_epsilon(mechanisms: Sequence[Mechanism], delta: float, mean_runs: float, target: float) -> float:
+    """ε of a search that releases the best of a geometric number of runs; ``mechanisms`` are those of one run.
+
+    Formal guarantees:
+        `accounting.search_cost`, after taking from δ the chance that any draw of any run holds more records than the
+        slack of its sums covers (TAIL each; e^ε of it, since the search amplifies what fails).
+    """
+    draws = sum(m.steps for m in mechanisms if m.q < 1)
+    left = delta - (1 + math.exp(min(target, 30.0))) * mean_runs * draws * TAIL
+    return search_cost(mechanisms, left, NegativeBinomialRuns(mean_runs, 1.0))
+
+
+def searched_report(
+    run: dict[str, Any], mechanisms: Sequence[Mechanism], mean_runs: float, target: float, n: int, score: float
+) -> dict[str, Any]:
+    """The report of a whole search, from that of the run that won.
+
+    Args:
+        run: Report of the winner.
+        mechanisms: What one run releases, its score included.
+        mean_runs: Mean of the geometric number of runs.
+        target: Budget of the whole search.
+        n: Public number of records, those of the validation included.
+        score: The winner's noisy score, per record.
+    """
+    delta = run["delta"]
+    total = searched_epsilon(mechanisms, delta, mean_runs, target)
+    law = f"the best of a random number of runs ({mean_runs:g} on average), each of which releases what is listed"
+    return {
+        **run,
+        "statement": f"({_text(total)}, {delta:g})-differentially private for adding or removing one record.",
+        "epsilon": total,
+        "target_epsilon": target,
+        "accountant": "rdp",
+        "mechanisms": [_entry(m, delta, "rdp") for m in mechanisms],
+        "preprocessing": [*run["preprocessing"], f"search: {law}"],
+        "search": {"mean_runs": mean_runs, "score": score},
+        "public": {**run["public"], "records": n, "training_records": run["public"]["records"]},
+        "not_covered": [*run["not_covered"], "how long the search took: it tells of the number of runs"],
+    }
+
+
+def _entry(m: Mechanism, delta: float, accountant: str) -> dict[str, Any]:
+    alone = epsilon([m], delta, accountant)
+    return {"label": m.label, "kind": m.kind, "sigma": m.sigma, "q": m.q, "steps": m.steps, "epsilon": _number(alone)}
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else "inf"
+
+
+def _text(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "inf"

@@ -1,0 +1,218 @@
+"""Tables as numbers: every column becomes float64, categories by their place in a public list or a public hash."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weightclip.errors import WeightclipError
+from weightclip.tabular._columns import BUCKETS, Column, canonical
+
+_WORDS = {"true": 1.0, "false": 0.0}
+_ARROW_NUMBERS = ("int", "uint", "float", "double", "halffloat", "decimal")
+BLOCK = 1 << 16  # rows handled at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Raw values of a table: numbers as they are, categories as codes, NaN where a value is missing or unknown.
+
+    Attributes:
+        columns: What is publicly known of each column.
+        values: In memory, or mapped from a file.  # records x columns, float64
+        extra: One more column, the last, kept apart so that a mapped array need not be copied.
+    """
+
+    columns: tuple[Column, ...]
+    values: np.ndarray
+    extra: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """The values, some rows at a time."""
+        for start in range(0, len(self.values), BLOCK):
+            block = np.asarray(self.values[start : start + BLOCK])
+            yield block if self.extra is None else np.column_stack([block, self.extra[start : start + BLOCK]])
+
+
+def bucket(value: str) -> int:
+    """The public hash of a category."""
+    data = value.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=b"wclip-bucket").digest(), "little") % BUCKETS
+
+
+class Coder:
+    """Codes of one categorical column: place in the declared list, or bucket of the hash.
+
+    Formal guarantees:
+        A value's code is a function of its own spelling (`canonical`) and of the public list. What is remembered for
+        speed is remembered by that spelling, so earlier records cannot change the code of later ones.
+    """
+
+    def __init__(self, column: Column) -> None:
+        self.declared = column.categories is not None
+        self.known: dict[str, float] = {}
+        if column.categories is not None:
+            self.places = {category: float(i) for i, category in enumerate(column.categories)}
+
+    def __call__(self, values: Sequence[Any]) -> np.ndarray:
+        known = self.known
+        if len(known) > 1_000_000:  # a column of identifiers: forget, do not exhaust memory
+            known.clear()
+        texts = (v if type(v) is str else canonical(v) for v in values)
+        return np.fromiter((known[t] if t in known else self._add(t) for t in texts), np.float64, len(values))
+
+    def _add(self, text: str | None) -> float:
+        if text is None:
+            return math.nan
+        code = self.places.get(text, math.nan) if self.declared else float(bucket(text))
+        self.known[text] = code
+        return code
+
+
+def is_frame(X: object) -> bool:
+    """Whether X has named columns (pandas, polars, Arrow)."""
+    return hasattr(X, "columns") or hasattr(X, "column_names")
+
+
+def frame_columns(X: Any) -> dict[str, np.ndarray]:
+    """Columns of a data frame or Arrow table as arrays: numbers as float64 (NaN: missing), anything else as objects."""
+    if hasattr(X, "get_columns"):  # polars
+        return {str(s.name): _from_polars(s) for s in X.get_columns()}
+    if hasattr(X, "column_names") and hasattr(X, "column"):  # Arrow
+        return {str(name): _from_arrow(X.column(name)) for name in X.column_names}
+    names = [str(name) for name in X.columns]
+    return {name: _from_pandas(X.iloc[:, i]) for i, name in enumerate(names)}
+
+
+def _from_polars(series: Any) -> np.ndarray:
+    if series.dtype.is_numeric():
+        return np.asarray(series.to_numpy(), dtype=np.float64)  # nulls become NaN
+    return _boxed(series.to_list())
+
+
+def _from_arrow(column: Any) -> np.ndarray:
+    kind = str(column.type)
+    if kind.startswith(_ARROW_NUMBERS):
+        return np.asarray(column.cast("double", safe=False).to_numpy(zero_copy_only=False), dtype=np.float64)
+    return _boxed(column.to_pylist())
+
+
+def _boxed(values: list[Any]) -> np.ndarray:
+    return np.fromiter(values, dtype=object, count=len(values))
+
+
+def _from_pandas(series: Any) -> np.ndarray:
+    kind = getattr(series.dtype, "kind", "O")
+    if kind in "iuf":
+        return series.to_numpy(dtype=np.float64, na_value=math.nan)
+    values = np.array(series.astype(object), dtype=object)
+    values[series.isna().to_numpy(dtype=bool)] = None
+    return values
+
+
+def frame_kinds(X: Any) -> dict[str, str | None]:
+    """Kind of each column of a data frame or Arrow table by its declared type; no value is looked at.
+
+    None where a type says nothing: columns of Python objects.
+    """
+    if hasattr(X, "get_columns"):  # polars
+        return {str(s.name): _polars_kind(s.dtype) for s in X.get_columns()}
+    if hasattr(X, "column_names") and hasattr(X, "column"):  # Arrow
+        return {str(name): arrow_kind(X.column(name).type) for name in X.column_names}
+    return {str(name): _pandas_kind(X.iloc[:, i].dtype) for i, name in enumerate(X.columns)}
+
+
+def _polars_kind(dtype: Any) -> str | None:
+    if dtype.is_numeric():
+        return "numeric"
+    name = str(dtype)
+    return "flag" if name == "Boolean" else None if name.startswith("Object") else "categorical"
+
+
+def arrow_kind(type_: Any) -> str:
+    """Kind of a column of an Arrow table, by its type."""
+    name = str(type_)
+    return "numeric" if name.startswith(_ARROW_NUMBERS) else "flag" if name == "bool" else "categorical"
+
+
+def _pandas_kind(dtype: Any) -> str | None:
+    if isinstance(dtype, np.dtype) and dtype.kind == "O":
+        return None
+    return {"i": "numeric", "u": "numeric", "f": "numeric", "b": "flag"}.get(getattr(dtype, "kind", "O"), "categorical")
+
+
+def array_columns(X: np.ndarray) -> dict[str, np.ndarray]:
+    """Columns of a two-dimensional array, named by their number."""
+    if X.dtype.kind in "iuf":
+        X = np.asarray(X, dtype=np.float64)
+    elif X.dtype.kind == "O":
+        for v in X.ravel():
+            if not (v is None or np.isscalar(v) or hasattr(v, "__float__")):
+                raise TypeError(f"argument must be a string or a number, not {type(v).__name__!r}")
+    else:
+        X = X.astype(object)
+    return {str(j): X[:, j] for j in range(X.shape[1])}
+
+
+def array_kinds(dtype: np.dtype, columns: int) -> dict[str, str | None]:
+    """Kinds of the columns of an array by its type; None for Python objects (and lists, which have no type)."""
+    kind = {"i": "numeric", "u": "numeric", "f": "numeric", "b": "flag", "O": None}.get(dtype.kind, "categorical")
+    return {str(j): kind for j in range(columns)}
+
+
+def to_values(columns: Sequence[Column], arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Raw values of named columns, each converted on its own.  # records x columns
+
+    Raises:
+        WeightclipError: A column is missing.
+    """
+    missing = [c.name for c in columns if c.name not in arrays]
+    if missing:
+        raise WeightclipError(f"column {missing[0]!r} is missing from the table.")
+    n = len(next(iter(arrays.values()))) if arrays else 0
+    values = np.empty((n, len(columns)))
+    for j, column in enumerate(columns):
+        raw = arrays[column.name]
+        if column.kind == "categorical":
+            values[:, j] = Coder(column)(raw.tolist())
+        else:
+            values[:, j] = raw if raw.dtype.kind == "f" else to_numbers(raw.tolist())
+    return values
+
+
+def to_numbers(values: Sequence[Any]) -> np.ndarray:
+    """Numbers from text or objects, one by one: true and false are 1 and 0, whatever is no number is missing.
+
+    Formal guarantees:
+        Entry i is a function of value i alone, and no value raises: one odd record becomes one missing value.
+    """
+    try:
+        return np.array([math.nan if v is None or v == "" else float(v) for v in values], dtype=np.float64)
+    except Exception:  # one of them is no number: look at each
+        return np.array([_number(v) for v in values], dtype=np.float64)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str) and value.lower() in _WORDS:
+        return _WORDS[value.lower()]
+    try:
+        return float(value)
+    except Exception:  # text, a missing value of pandas, a number too large, somebody's own class
+        return math.nan
+
+
+def first_text(values: Sequence[Any], numbers: np.ndarray) -> int | None:
+    """Place of the first value that is neither missing nor a number, if there is one; `numbers` are `to_numbers`."""
+    for i in np.flatnonzero(np.isnan(numbers)).tolist():
+        text = canonical(values[i])
+        if text is not None and text.strip().lower() not in ("", "nan", "+nan", "-nan"):
+            return i
+    return None

@@ -1,0 +1,148 @@
+"""Numeric targets: their private range and scale before training, and a last look at the predictions after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from weightclip.accounting import Mechanism
+from weightclip.tabular import _private as private
+from weightclip.tabular._columns import Column
+from weightclip.tabular._door import Door
+from weightclip.tabular._encoder import FEW_LEVELS, LEVELS, Codes, Encoder
+from weightclip.tabular._private import Forest, mixed_grid, ranges
+from weightclip.tabular._table import Table
+
+_UNIT = 1.0  # of a target that the network learns, in standard deviations: Huber's loss bounds what lies far out
+_ONE = 2.0**30  # sums are kept in whole units of 1/_ONE
+_REACH = 2.5  # swings and targets are cut at this many units in the last look
+_SURE = 1.0  # deviations of its noise that are taken off before the last look is believed
+_FITTED = 0.5  # of each feature, what predictions owe to the noise of the very records they are compared with
+_FOLLOW = 0.7  # where targets follow predictions by this much, nothing is taken back
+Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """How a numeric target is scaled.
+
+    Attributes:
+        low, high: Interval that holds nearly all of it; predictions stay inside.
+        middle, unit: What the network learns is (y − middle)/unit.
+    """
+
+    low: float
+    high: float
+    middle: float
+    unit: float
+
+    @classmethod
+    def public(cls, low: float, high: float) -> Target:
+        """From a public range."""
+        return cls(low, high, (low + high) / 2, max((high - low) / 2, 1e-12 * max(1.0, abs(low), abs(high))))
+
+
+def fit_target(
+    y: np.ndarray, span: tuple[float, float] | None, sigma: float, door: Door, n: int
+) -> tuple[Target, tuple[Mechanism, ...]]:
+    """Range, middle and spread of a target, and what they cost.
+
+    Quantiles are read where the noise still leaves them (a fifth from the ends, with little data) and carried on to the
+    ends as a normal law would, each side by its own spread: a range that is cut short costs more than one a bit wide.
+
+    Formal guarantees:
+        At most two Gaussian mechanisms, listed, that together have multiplier `sigma` (0 is not private); all else is
+        post-processing. A public range `span` saves the first.
+    """
+    blocks = Table((Column("target", "numeric"),), y[:, None]).blocks
+    coarse, fine = (sigma * math.sqrt(3), sigma * math.sqrt(1.5)) if span is None else (0.0, sigma)
+    whole = span or ranges(blocks, (0,), coarse, door, "target/range")[0]
+    levels = LEVELS if fine * LEVELS / 2 / n < 0.03 else FEW_LEVELS
+    forest = Forest([mixed_grid(*whole, levels)], blocks, (0,), fine, door, "target/quantiles")
+    tail = min(0.2, max(0.005, 1.5 * forest.error() / max(forest.totals[0], 1.0)))
+    inner = max(tail, 0.1)
+    low, left, middle, right, high = forest.quantiles(0, np.array([tail, inner, 0.5, 1 - inner, 1 - tail])).tolist()
+    reach = max(1.0, 2.6 / float(stats.norm.isf(tail)))  # as far as a two-hundredth of a normal law
+    grid = forest.boundaries[0]
+    least = max(float(np.min(np.diff(np.unique(grid)))), 1e-9 * max(1.0, abs(low), abs(high)))
+    unit = max(_UNIT * (right - left) / (2 * float(stats.norm.isf(inner))), least)
+    low = max(float(grid[0]), middle - reach * (middle - low), middle - 8 * unit)
+    high = min(float(grid[-1]), middle + reach * (high - middle), middle + 8 * unit)
+    if span is not None:
+        low, high = span
+    elif high - low < least:
+        low, high = (low + high - least) / 2, (low + high + least) / 2
+    labels = (("range of the target", coarse), ("quantiles of the target", fine))
+    paid = tuple(Mechanism("gaussian", s, 1.0, 1, label=label) for label, s in labels if s > 0)
+    return Target(low, high, middle, unit), paid
+
+
+def pretended(encoder: Encoder, rows: int = 2000) -> np.ndarray:
+    """Rows that a table could hold, from the released encoder alone: where numbers lie, and frequent categories.
+
+    Columns are drawn independently, numbers evenly between the released quantiles.
+    """
+    rng, columns = np.random.default_rng(0), []
+    for part in encoder.parts:
+        choices = np.asarray(part.codes if isinstance(part, Codes) else part.edges, dtype=np.float64)
+        if isinstance(part, Codes) or len(choices) < 2:
+            columns.append(rng.choice(choices, rows) if len(choices) else np.full(rows, math.nan))
+            continue
+        place = rng.integers(len(choices) - 1, size=rows)
+        columns.append(choices[place] + rng.random(rows) * (choices[place + 1] - choices[place]))
+    return np.column_stack(columns)
+
+
+def agreement(
+    blocks: Blocks, reference: np.ndarray, features: int, n: int, sigma: float, door: Door
+) -> tuple[float, float]:  # fmt: skip
+    """(factor, mean): predictions should be factor·prediction + (1 − factor)·mean, the factor from 0 to 1.
+
+    With little data the noise of training can move predictions further from the targets than the targets' mean is. A
+    sum over the records tells whether the targets follow the predictions; where that is not sure, the mean takes their
+    place. Predictions follow the targets they were fitted to even where there is nothing to learn, the more so the
+    more features they have: that much is taken off, and so is one deviation of the noise.
+
+    Args:
+        blocks: Makes a pass over (predictions, targets, sample weights or None), the first two in the units that the
+            network learnt.
+        reference: Predictions for pretended records, which tell how far predictions swing at no cost.
+        features: Number of features, as released.
+        n: Public number of records.
+        sigma: Noise multiplier; 0 is not private.
+        door: Where the release goes through.
+
+    Formal guarantees:
+        Releases Σwuv and Σwv (and with sample weights Σw) over records, u and v being prediction and target in public
+        units, cut to [−1, 1], and w the weight, cut to [0, 1]: one record moves the two by at most √2 (the three by at
+        most √3) in l2 norm, hence one Gaussian mechanism with multiplier `sigma` under adding or removing one record.
+        Terms are whole multiples of 2^-30 and their sums are exact; a record whose target or prediction is not finite,
+        or whose weight is no number, counts zero. Factor and mean are post-processing.
+    """
+    middle, spread = float(np.mean(reference)), max(float(np.std(reference)), 1e-6)
+    total, weighted = np.zeros(3, dtype=np.int64), False
+
+    def cut(x: np.ndarray, center: float, unit: float) -> np.ndarray:
+        return np.clip((x - center) / (_REACH * unit), -1.0, 1.0)
+
+    for predictions, targets, weights in blocks():
+        w = np.ones_like(targets) if weights is None else np.clip(np.nan_to_num(weights, nan=0.0), 0.0, 1.0)
+        weighted = weights is not None
+        w = np.where(np.isfinite(predictions) & np.isfinite(targets), w, 0.0)
+        u, v = np.nan_to_num(cut(predictions, middle, spread)), np.nan_to_num(cut(targets, 0.0, 1.0))
+        total += np.rint(np.stack([w * u * v, w * v, w]) * _ONE).astype(np.int64).sum(axis=1)
+    touched = 3 if weighted else 2
+    both, mean, *many = private.release(total[:touched] / _ONE, touched * (1 + 1e-5), sigma, door, "target/agreement")
+    noise = sigma * math.sqrt(touched)
+    # With weights nobody knows in public how many records there are in effect; without, there are n.
+    count = max(float(many[0]), 2 * noise, 1.0) if many else float(n)
+    mean = min(1.0, max(-1.0, float(mean) / count))
+    swing = count * max(float(np.mean(cut(reference, middle, spread) ** 2)), 1e-9)
+    # v is taken from zero: what u and v have in common by their means is no agreement
+    both = float(both) - count * mean * float(np.mean(cut(reference, middle, spread)))
+    doubt = _SURE * noise + _FITTED * features / (_REACH**2 * spread)
+    return min(1.0, max(0.0, (both - doubt) / (_FOLLOW * spread * swing))), _REACH * mean

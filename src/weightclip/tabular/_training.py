@@ -1,0 +1,292 @@
+"""A dense network on encoded features, trained by the engine: draws, limits, noise and charges are the engine's."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from weightclip.accounting import Mechanism, calibrate_sigma
+from weightclip.certificate import Bounds
+from weightclip.engine import PrivacyEngine
+from weightclip.errors import ContractError, WeightclipError
+from weightclip.losses import Loss
+from weightclip.models import MLP
+from weightclip.nn import ParameterAverage
+from weightclip.noise import Streams
+from weightclip.sampling import TAIL
+from weightclip.tabular._resume import Checkpoint
+
+_PIECE = 1 << 22  # numbers of a physical batch: larger draws are handed out in pieces, so that memory stays bounded
+_SAVES = 24  # times that a training is kept on its way
+_INIT, _WEIGHTS, _ENGINE = "table/init", "table/weights", "table/engine"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One way to train: architecture, optimiser and bounds, all of them public constants.
+
+    Attributes:
+        hidden: Widths of the hidden layers; () is a linear model.
+        batch: Expected batch size b; the sampling rate is q = b/n, n the (public) number of records.
+        epochs: Passes over the data: T = epochs·round(1/q) steps.
+        lr: Learning rate at the first step.
+        final_lr: Learning rate at the end as a part of `lr`; it falls along a straight line.
+        averaging: Decay of the exponential average of the weights, 0 for the last iterate.
+        bias_scale: β of the engine's bounds.
+        cap: B, bound of each record's gradient at the raw outputs (Huber's δ for regression).
+        temperature: τ of the loss τ·l(z/τ).
+        weight_norm: C, or None: ClipWeights after every step.
+        joint_cap: t_k, one number or one per layer: one scale per record bounds its whole gradient.
+    """
+
+    hidden: tuple[int, ...] = (16,)
+    batch: int = 256
+    epochs: float = 30
+    lr: float = 0.06
+    final_lr: float = 0.1
+    averaging: float = 0.95
+    bias_scale: float = 0.3
+    cap: float | None = None
+    temperature: float = 1.0
+    weight_norm: float | None = None
+    joint_cap: float | tuple[float, ...] = 0.3
+
+    def sample_rate(self, n: int) -> float:
+        """q."""
+        return min(1.0, self.batch / n)
+
+    def steps(self, n: int) -> int:
+        """T."""
+        return max(1, round(self.epochs * max(1, round(1 / self.sample_rate(n)))))
+
+    def bounds(self) -> Bounds:
+        """What the engine enforces."""
+        cap: Any = self.joint_cap
+        if isinstance(cap, tuple):
+            if len(cap) != len(self.hidden) + 1:
+                raise WeightclipError(f"joint_cap has {len(cap)} values for {len(self.hidden) + 1} layers.")
+            cap = {f"layers.{2 * k}": t for k, t in enumerate(cap)}
+        return Bounds(joint_cap=cap, bias_scale=self.bias_scale, weight_norm=self.weight_norm)
+
+
+@dataclass(frozen=True)
+class Records:
+    """What is private: features, labels and sample weights of every record.
+
+    Attributes:
+        features: Encoded rows, float32 or float16.  # records x features
+        labels: As the loss takes them; those it does not know contribute nothing.
+        weights: Chance of each record to take part in a step it was drawn for, or None: always.
+    """
+
+    features: Tensor
+    labels: Tensor
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One trained network and what it cost.
+
+    Attributes:
+        settings: How it was trained.
+        weights: (weight, bias) of every layer, float32, before the temperature.
+        sigma: Noise multiplier of the joint release of all layers.
+        q: Sampling rate.
+        steps: Number of releases.
+        batch: Public divisor b.
+        layers: Name, parameters, sensitivity and noise of every layer, JSON-ready.
+    """
+
+    settings: Settings
+    weights: tuple[tuple[Tensor, Tensor], ...]
+    sigma: float
+    q: float
+    steps: int
+    batch: float
+    layers: tuple[dict[str, Any], ...]
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """What the accountant has to count."""
+        return Mechanism("gaussian", self.sigma, self.q, self.steps, label="noisy gradients")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A total to be spent on one run; the noise multiplier follows from q and T.
+
+    Attributes:
+        epsilon: Target ε.
+        delta: Its δ.
+        accountant: "pld" or "rdp".
+        extra: What else is released within the same budget (preprocessing).
+    """
+
+    epsilon: float
+    delta: float
+    accountant: str = "pld"
+    extra: tuple[Mechanism, ...] = ()
+
+    def sigma(self, q: float, steps: int) -> float:
+        """The smallest noise multiplier that keeps the budget; draws beyond what rounding allows for cost δ."""
+        return _sigma(self, q, steps)
+
+
+@functools.lru_cache(maxsize=256)
+def _sigma(budget: Budget, q: float, steps: int) -> float:
+    left = budget.delta - steps * TAIL
+    return calibrate_sigma(budget.epsilon, left, q, steps, budget.accountant, extra_mechanisms=budget.extra)
+
+
+def train(
+    records: Records,
+    outputs: int,
+    loss: Loss,
+    settings: Settings,
+    budget: Budget,
+    streams: Streams,
+    n: int,
+    *,
+    ledger: Path | None = None,
+    checkpoint: Checkpoint | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Run:
+    """Train one network with :class:`weightclip.PrivacyEngine`.
+
+    Args:
+        records: The private records.
+        outputs: Number of outputs.
+        loss: What is minimised.
+        settings: How.
+        budget: What may be spent, and what of it is spent already.
+        streams: Randomness; the engine's own is the operating system's, unless these are seeded.
+        n: Public number of records, from which q and T follow.
+        ledger: File in which the engine counts every release before it happens; it holds `budget.extra` already.
+        checkpoint: Where the training is kept now and then, and taken up again. Needs a ledger: steps that were
+            charged and lost are not repeated, so that the total stays what was planned.
+        progress: Called with (steps done, steps in all).
+
+    Formal guarantees:
+        Those of the engine: T Poisson-sampled Gaussian mechanisms, `Run.mechanism`, under adding or removing one
+        record, given q, b, T, the settings and the initial weights. Averages of released weights are free. With sample
+        weights a record takes part with a smaller chance (`thinned`).
+    """
+    q, steps = settings.sample_rate(n), settings.steps(n)
+    batch = min(settings.batch, n)
+    sigma = budget.sigma(q, steps)
+    width = records.features.shape[1]
+    model = _network(width, settings.hidden, outputs, streams)
+    tensors = [records.features, records.labels] + ([] if records.weights is None else [records.weights])
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr, fused=True)
+    engine = PrivacyEngine(budget.accountant, ledger=ledger)
+    first = 0 if ledger is None else sum(m.steps for m in budget.extra)
+    if engine.steps != first and (checkpoint is None or engine.steps < first):
+        raise ContractError(f"ledger {ledger} was charged by another run during this fit: start again.")
+    with torch.enable_grad():
+        engine.make_private(
+            module=model, optimizer=optimizer, data_loader=DataLoader(TensorDataset(*tensors), batch_size=batch),
+            criterion=loss, noise_multiplier=sigma, bounds=settings.bounds(), sample_rate=q, expected_batch_size=batch,
+            max_physical_batch_size=_piece(batch, width), example=torch.zeros(2, width),
+            generator=_generator(streams),
+        )  # fmt: skip
+        try:
+            average = ParameterAverage(model, settings.averaging)
+            if checkpoint is not None and checkpoint.engine.exists():
+                engine.load(checkpoint.engine)
+                checkpoint.load_average(average)
+            _loop(engine, average, settings, first, steps, streams, checkpoint, progress)
+            layers = [{k: row[k] for k in ("name", "parameters", "sensitivity", "noise")}
+                      for row in engine.report()["layers"]]  # fmt: skip
+        finally:
+            engine.detach()
+    with average.apply():
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    names = [f"layers.{2 * k}" for k in range(len(settings.hidden) + 1)]
+    weights = tuple((state[f"{name}.weight"], state[f"{name}.bias"]) for name in names)
+    return Run(settings, weights, sigma, q, steps, float(batch), tuple(layers))
+
+
+def _loop(
+    engine: PrivacyEngine, average: ParameterAverage, settings: Settings, first: int, steps: int, streams: Streams,
+    checkpoint: Checkpoint | None, progress: Callable[[int, int], None] | None,
+) -> None:  # fmt: skip
+    """Steps until as many were released as planned, those of interrupted runs included."""
+    step, (group,) = engine.fused_step(), engine.optimizer.param_groups
+    done, piece = engine.steps - first, 0
+    try:
+        while done < steps:
+            for x, y, *weights in engine.loader:
+                group["lr"] = settings.lr * (1 - (1 - settings.final_lr) * done / steps)
+                if weights:
+                    y = thinned(y, weights[0], streams.numpy(_WEIGHTS, done, piece))
+                step(x.float(), y)
+                piece += 1
+                if engine.steps - first == done:  # a part of a draw
+                    continue
+                done, piece = engine.steps - first, 0
+                average.update()
+                if checkpoint is not None and done % max(1, steps // _SAVES) == 0:
+                    engine.save(checkpoint.engine)
+                    checkpoint.save_average(average)
+                if progress is not None:
+                    progress(done, steps)
+                if done >= steps:
+                    break
+    except ContractError as error:
+        if all(bool(torch.isfinite(p).all()) for p in engine.optimizer.param_groups[0]["params"]):
+            raise
+        raise WeightclipError("training left the finite numbers: lower learning_rate.") from error
+
+
+def thinned(labels: Tensor, weights: Tensor, rng: np.random.Generator) -> Tensor:
+    """Labels of drawn records, those that stay out of this step replaced by ones that no loss knows.
+
+    A drawn record is kept with probability w, so that it contributes w times as often and its gradient is never
+    larger than without weights. Scaling gradients instead would do next to nothing: most are cut to the same norm.
+
+    Formal guarantees:
+        A record takes part in a step with probability q·w <= q, independently of all others, and contributes what the
+        engine limits: the step is a Poisson-sampled Gaussian mechanism whose rate for this record is at most q, and the
+        sampled mechanism's privacy loss grows with the rate. A weight that is no number keeps the record out.
+    """
+    kept = torch.from_numpy(rng.random(len(labels))) < weights
+    return torch.where(kept, labels, math.nan if labels.is_floating_point() else UNKNOWN)
+
+
+UNKNOWN = -100
+"""Class index of a record that contributes nothing."""
+
+
+def _generator(streams: Streams) -> torch.Generator | None:
+    """The engine's root, for experiments; None for the operating system's randomness."""
+    if streams.is_secure:
+        return None
+    return torch.Generator().manual_seed(int.from_bytes(streams.key(_ENGINE)[:8], "little"))
+
+
+def _piece(batch: int, width: int) -> int | None:
+    """Records of a physical batch, by public numbers; None where a whole draw is small enough."""
+    size = max(1024, _PIECE // max(1, width))
+    return size if 2 * batch > size else None
+
+
+def _network(width: int, hidden: tuple[int, ...], outputs: int, streams: Streams) -> MLP:
+    """A network with initial weights as nn.Linear has them, from a stream of its own."""
+    model, rng = MLP(width, hidden, outputs).float(), streams.numpy(_INIT)
+    with torch.no_grad():
+        for layer in model.layers:
+            if isinstance(layer, torch.nn.Linear):
+                limit = 1 / math.sqrt(layer.in_features)
+                for tensor in (layer.weight, layer.bias):
+                    tensor.copy_(torch.from_numpy(rng.uniform(-limit, limit, tuple(tensor.shape))))
+    return model

@@ -1,0 +1,160 @@
+"""Model folders: weights in safetensors, everything else in JSON and Markdown, checksums over all of it, no pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
+from weightclip.errors import WeightclipError
+from weightclip.tabular import _swap
+from weightclip.tabular._card import model_card
+from weightclip.tabular._checks import check_pipeline, check_report, strict_json
+
+FORMAT = 1
+WEIGHTS, PIPELINE, PRIVACY, CARD, CHECKSUMS = (
+    "weights.safetensors", "pipeline.json", "privacy.json", "MODEL_CARD.md", "checksums.json",
+)  # fmt: skip
+FILES = frozenset({WEIGHTS, PIPELINE, PRIVACY, CARD, CHECKSUMS})
+
+
+def save(
+    folder: str | Path,
+    weights: dict[str, np.ndarray],
+    pipeline: dict[str, Any],
+    report: dict[str, Any],
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Write a model folder; it appears whole or not at all, and an older one stays until the new one is in its place.
+
+    Args:
+        folder: Where to; parents are made.
+        weights: Arrays by name.
+        pipeline: JSON-ready description of everything prediction needs besides the weights.
+        report: The privacy report.
+        overwrite: Whether an older model folder of this name may be replaced.
+
+    Raises:
+        WeightclipError: The folder exists, is no model folder, or cannot be written.
+    """
+    check_place(folder, overwrite)
+    folder = Path(os.path.abspath(folder))
+    temporary: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        pipeline = {"format": FORMAT, **pipeline}
+        contents = {
+            WEIGHTS: safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in weights.items()}),
+            PIPELINE: _dump(pipeline),
+            PRIVACY: _dump(report),
+            CARD: model_card(pipeline, report).encode(),
+        }
+        contents[CHECKSUMS] = _dump({name: hashlib.sha256(data).hexdigest() for name, data in contents.items()})
+        for name, data in contents.items():
+            with (temporary / name).open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        os.chmod(temporary, 0o755)
+        _swap.put(temporary, folder, overwrite)
+    except OSError as error:
+        raise WeightclipError(f"cannot write the model to {folder} ({error.strerror or error}).") from error
+    finally:
+        if temporary is not None and temporary.exists():
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def check_place(folder: str | Path, overwrite: bool, option: str = "") -> None:
+    """Refuse a place that cannot or must not be written, before minutes of training.
+
+    Args:
+        folder: Where a model folder is to be.
+        overwrite: Whether an older model folder of this name may be replaced.
+        option: What to call it in errors, "--out " for instance.
+    """
+    shown = f"{option}{folder}"
+    place = Path(os.path.abspath(folder))
+    try:
+        _swap.recover(place)
+        if place.is_symlink():
+            raise WeightclipError(f"{shown} is a symbolic link: name the folder itself.")
+        if place.exists():
+            held = set(os.listdir(place)) if place.is_dir() else None
+            if not overwrite or held is None or CHECKSUMS not in held:
+                hint = "it is no model folder" if overwrite else "choose another, or allow overwriting (--overwrite)"
+                raise WeightclipError(f"{shown} exists already: {hint}.")
+            if foreign := sorted(held - FILES):
+                raise WeightclipError(f"{shown} holds {foreign[0]!r} besides a model: move it away, it would be lost.")
+        parent = place.parent
+        while not parent.exists():
+            parent = parent.parent
+        if not parent.is_dir():
+            raise WeightclipError(f"{shown}: {parent} is no folder.")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise WeightclipError(f"{shown}: no permission to write into {parent}.")
+        if len(os.fsencode(place.name)) > 200:
+            raise WeightclipError(f"{shown[:60]}...: the name is too long.")
+    except OSError as error:
+        raise WeightclipError(f"{shown[:200]}: cannot write there ({error.strerror or error}).") from error
+
+
+def load(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, Any]]:
+    """Weights, pipeline and privacy report of a model folder, after checking every file; runs no code from it.
+
+    Raises:
+        WeightclipError: A file is missing, was changed, or is not what it should be.
+    """
+    folder = Path(folder)
+    place = _swap.standing(folder)
+    expected = _parse(folder, CHECKSUMS, _read(folder, place, CHECKSUMS))
+    contents = {}
+    for name in (WEIGHTS, PIPELINE, PRIVACY, CARD):
+        contents[name] = _read(folder, place, name)
+        if hashlib.sha256(contents[name]).hexdigest() != expected.get(name):
+            raise WeightclipError(f"model {folder}: {name} was changed after training (its checksum does not match).")
+    pipeline, report = (_parse(folder, name, contents[name]) for name in (PIPELINE, PRIVACY))
+    if pipeline.get("format") != FORMAT or isinstance(pipeline["format"], bool):
+        found = str(pipeline.get("format"))[:20]
+        raise WeightclipError(f"model {folder}: format {found!r} is not {FORMAT}: use the version that wrote it.")
+    try:
+        weights = safetensors.numpy.load(contents[WEIGHTS])
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise WeightclipError(f"model {folder}: {WEIGHTS} is not a safetensors file ({error}).") from error
+    check_pipeline(pipeline, weights, f"model {folder}: {PIPELINE}")
+    check_report(report, f"model {folder}: {PRIVACY}")
+    return weights, pipeline, report
+
+
+def _read(folder: Path, place: Path, name: str) -> bytes:
+    try:
+        if not stat.S_ISREG((place / name).stat().st_mode):
+            raise WeightclipError(f"model {folder}: cannot read {name} (it is no regular file).")
+        return (place / name).read_bytes()
+    except OSError as error:
+        raise WeightclipError(f"model {folder}: cannot read {name} ({error.strerror}).") from error
+
+
+def _parse(folder: Path, name: str, data: bytes) -> dict[str, Any]:
+    try:
+        value = strict_json(data)
+    except ValueError as error:
+        raise WeightclipError(f"model {folder}: {name} is not JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise WeightclipError(f"model {folder}: {name} must hold a JSON object.")
+    return value
+
+
+def _dump(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()

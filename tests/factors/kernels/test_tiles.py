@@ -1,0 +1,236 @@
+"""Weight gradients and exact norms by tiles of one record, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.triton_kit import kernel_device, run_interpreted
+from torch import Tensor
+
+from weightclip.factors._conv import patch_weights
+from weightclip.factors.kernels import _tiles
+from weightclip.factors.kernels._tiles import POINT, Window, by_grams, fits_tiles, tile_norms, tile_rounding, tile_sums
+
+CONVS = [  # records, in, out, size, window
+    (3, 16, 8, (5, 6), Window((3, 3), (1, 1), (1, 1), (1, 1))),
+    (2, 5, 20, (9, 8), Window((3, 2), (2, 1), (1, 0), (1, 2))),
+    (4, 24, 130, (4, 4), Window((1, 1), (1, 1), (0, 0), (1, 1))),
+    (2, 3, 7, (12, 11), Window((3, 3), (1, 1), (1, 1), (1, 1))),  # more positions than one tile is deep
+]
+DENSE = [(3, 16, 8, 7), (2, 130, 70, 20), (3, 130, 150, 9)]  # records, positions, in, out
+
+
+@pytest.fixture
+def interpreter() -> torch.device:
+    return kernel_device()
+
+
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def cut(value: Tensor) -> Tensor:
+    """float32 as TF32 operands: ten bits of the significand, towards zero."""
+    return (value.view(torch.int32) & -8192).view(torch.float32) if value.dtype == torch.float32 else value
+
+
+def conv_factors(case, dtype, device, seed=0):
+    records, channels, out, size, window = case
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(records, channels, *size, generator=generator).to(dtype)
+    shape = F.conv2d(x.float(), torch.zeros(out, channels, *window.kernel), None, *window[1:]).shape
+    d = torch.randn(shape, generator=generator).to(dtype)
+    return x.to(device), d.to(device), window
+
+
+def gradients(x: Tensor, d: Tensor, window: Window) -> Tensor:
+    """Exact gradient of each record's weight, in float64: (records, out, in, kernel)."""
+    if x.dim() == 3:
+        return torch.einsum("npo,npi->noi", cut(d).double(), cut(x).double())[..., None, None]
+    weight = torch.zeros(d.shape[1], x.shape[1], *window.kernel, dtype=torch.float64, device=x.device)
+    parts = [
+        torch.ops.aten.convolution_backward(
+            cut(e[None]).double(), cut(u[None]).double(), weight, None, *window[1:], False, (0, 0), 1,
+            (False, True, False),
+        )[1] for u, e in zip(x, d, strict=True)
+    ]  # fmt: skip
+    return torch.stack(parts)
+
+
+def free(x: Tensor, d: Tensor, window: Window, beta: float = 0.0) -> Tensor:
+    """Product of the norms of both factors."""
+    if x.dim() == 3:
+        squares, places = x.double().square().sum((1, 2)), x.shape[1]
+    else:
+        ones = torch.ones(1, x.shape[1], *window.kernel, dtype=torch.float64, device=x.device)
+        energies = F.conv2d(x.double().square(), ones, None, *window[1:])
+        squares, places = energies.sum((1, 2, 3)), energies[0].numel()
+    return (squares + beta**2 * places).sqrt() * d.double().flatten(1).norm(dim=1)
+
+
+def counts_of(x: Tensor, d: Tensor, window: Window) -> Tensor | None:
+    if x.dim() == 3:
+        return None
+    return patch_weights(x, tuple(d.shape[2:]), window.kernel, window.stride, window.dilation, window.padding)
+
+
+def positions(d: Tensor) -> int:
+    return d.shape[1] if d.dim() == 3 else math.prod(d.shape[2:])
+
+
+def cases(dtype, device):
+    for case in CONVS:
+        yield conv_factors(case, dtype, device)
+    for records, places, channels, out in DENSE:
+        generator = torch.Generator().manual_seed(0)
+        x, d = (torch.randn(records, places, n, generator=generator).to(device, dtype) for n in (channels, out))
+        yield x, d, POINT
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("last", [False, True])
+def test_sums_are_those_of_scaled_gradients(dtype, last, interpreter):
+    for x, d, window in cases(dtype, interpreter):
+        if last and x.dim() == 4:
+            x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))
+        exact, room = gradients(x, d, window), tile_rounding(positions(d)) * free(x, d, window)
+        for scale in (None, torch.rand(len(x), generator=torch.Generator().manual_seed(1)).to(interpreter)):
+            found = tile_sums(x, d, scale, window)
+            weight = torch.ones(len(x), device=interpreter) if scale is None else scale
+            expected = (weight.double().view(-1, 1, 1, 1, 1) * exact).sum(0)
+            assert found.dtype == torch.float64 and found.shape == expected.shape
+            assert float((found - expected).norm()) <= float((weight * room).sum())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_records_with_scale_zero_add_exact_zeros(interpreter):
+    zero_is_zero(interpreter)
+
+
+def zero_is_zero(interpreter: torch.device) -> None:
+    x, d = (torch.randn(3, 20, n).bfloat16().to(interpreter) for n in (6, 9))
+    x[1], d[1] = float("nan"), float("inf")
+    scale = torch.tensor([0.5, 0.0, 1.0], device=interpreter)
+    keep = [0, 2]
+    assert torch.equal(tile_sums(x, d, scale), tile_sums(x[keep], d[keep], scale[keep]))
+
+
+@pytest.mark.parametrize("way", ["grams", "products"])
+@pytest.mark.parametrize("beta", [0.0, 0.7])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_are_exact_and_never_below(way, beta, dtype, interpreter, monkeypatch):
+    for x, d, window in cases(dtype, interpreter):
+        if way == "grams" and positions(d) > _tiles.WIDEST_GRAM:
+            continue
+        monkeypatch.setattr(_tiles, "by_grams", lambda *a: way == "grams")
+        sums = d.double().sum(1) if d.dim() == 3 else d.double().sum((2, 3))
+        exact = gradients(x, d, window).flatten(1).square().sum(1) + beta**2 * cut(sums.float()).double().square().sum(
+            1
+        )
+        found = tile_norms(x, d, beta, window, counts_of(x, d, window)).double()
+        assert bool((found >= exact.sqrt() * (1 - 1e-3 * (dtype == torch.float32 and beta > 0))).all())
+        assert bool((found <= exact.sqrt() * 1.01 + 2e-3 * free(x, d, window, beta)).all())
+
+
+@pytest.mark.parametrize("way", ["grams", "products"])
+def test_norms_where_positions_cancel_are_not_below_what_is_formed(way, interpreter, monkeypatch):
+    monkeypatch.setattr(_tiles, "by_grams", lambda *a: way == "grams")
+    covers_what_is_formed(interpreter)
+
+
+def covers_what_is_formed(interpreter: torch.device) -> None:
+    """Positions that cancel but for rounding: the norm covers the sum as it is formed, not the exact one."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 64, 24, generator=generator).bfloat16()
+    d = torch.randn(4, 64, 40, generator=generator).bfloat16()
+    x[:, 32:], d[:, 32:] = x[:, :32], -d[:, :32]
+    x[:, 40] *= 1.0078125  # one position almost cancels
+    x, d = x.to(interpreter), d.to(interpreter)
+    formed = torch.stack([tile_sums(x[i : i + 1], d[i : i + 1], None) for i in range(4)]).flatten(1).norm(dim=1)
+    found = tile_norms(x, d, 0.0)
+    assert bool((found.double() >= formed).all())
+    assert bool((found.double() <= formed + 0.01 * free(x, d, POINT)).all())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("way", ["grams", "products"])
+def test_norms_of_records_that_are_not_finite_are_infinite(way, interpreter, monkeypatch):
+    monkeypatch.setattr(_tiles, "by_grams", lambda *a: way == "grams")
+    x, d = (torch.ones(5, 20, n, dtype=torch.bfloat16, device=interpreter) for n in (24, 40))
+    x[0, 3, 1], d[1, 2, 2], x[2], x[3], d[3] = float("nan"), float("inf"), 1e25, 1e15, -1e15
+    found = tile_norms(x, d, 1.0)
+    assert torch.isinf(found[:3]).all() and bool((found > 0).all()) and torch.isfinite(found[4])
+    assert float(found[3]) == math.inf or float(found[3]) >= 20 * math.sqrt(24 * 40) * 1e30
+
+
+@pytest.mark.parametrize("way", ["grams", "products"])
+def test_products_of_tiny_inputs_are_not_lost(way, interpreter, monkeypatch):
+    monkeypatch.setattr(_tiles, "by_grams", lambda *a: way == "grams")
+    x = torch.full((1, 16, 24), 1e-25, dtype=torch.bfloat16, device=interpreter)
+    d = torch.full((1, 16, 40), 1e15, dtype=torch.bfloat16, device=interpreter)
+    assert float(tile_norms(x, d, 0.0)) >= float(gradients(x, d, POINT).norm()) * (1 - 1e-6)
+
+
+def moved_by_itself(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Adding one record moves the sum by that record's own product, up to float64 rounding: 8 of them or one."""
+    generator = torch.Generator().manual_seed(3)
+    x, d = (torch.randn(9, 130, n, generator=generator).to(device, dtype) for n in (5, 6))
+    d[:8] *= 1000  # the others are much larger: float32 sums would swallow it
+    scale = torch.rand(9, generator=generator).to(device)
+    moved = tile_sums(x, d, scale) - tile_sums(x[:8], d[:8], scale[:8])
+    alone = tile_sums(x[8:], d[8:], scale[8:])
+    assert float((moved - alone).norm()) <= 1e-9 * float(alone.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("programs", [1, 264])
+def test_a_record_adds_the_same_bits_whoever_else_is_there(dtype, programs, interpreter, monkeypatch):
+    monkeypatch.setattr(_tiles, "_WAVES", programs)
+    moved_by_itself(interpreter, dtype)
+
+
+def rounding_pair(b: int, extra: bool) -> tuple[Tensor, Tensor]:
+    """b (or b + 1) records of a one-weight layer over 16 positions, products at most 1, all of them bf16 numbers.
+
+    Half of them bring the sum to a power of two, where the spacing of float32 doubles: the small ones that follow round
+    one way below it and the other way above it, if the sum is float32 (as in tests/engine/test_engine_rounding.py).
+    """
+    u = b / 2 * 2.0**-24
+    x, d = (torch.zeros(b // 2 + b // 6 * 3 + extra, 16, 1) for _ in range(2))
+    x[:, :2] = 1.0
+    d[: b // 2 + extra, 0] = 1.0
+    d[b // 2 + extra - 1, 1] = -2 * u  # a second position: 1 - 2 u is no bf16 number
+    d[b // 2 + extra :, 0, 0] = torch.tensor([1.25 * u, -0.625 * u, -0.625 * u]).repeat(b // 6)
+    assert torch.equal(d, d.bfloat16().float())
+    return x.bfloat16(), d.bfloat16()
+
+
+def moves_by_one(b: int, device: torch.device) -> None:
+    pairs = [[t.to(device) for t in rounding_pair(b, extra)] for extra in (False, True)]
+    found = [float(tile_sums(x, d, torch.ones(len(x), device=device))) for x, d in pairs]
+    assert abs(found[1] - found[0] - 1) < 1e-6
+    total = torch.zeros(2)
+    for i, (_, d) in enumerate(pairs):  # a float32 sum of the same products moves by more
+        for value in d[:, :, 0].float().sum(1).cpu():
+            total[i] += value
+    assert float(total[1] - total[0]) - 1 > 1e-4
+
+
+@pytest.mark.parametrize("b", [256, 16384])
+def test_adversarial_rounding_of_sums_over_records(b, interpreter, monkeypatch):
+    if b > 256 and interpreter.type == "cpu":
+        pytest.skip("minutes in the interpreter; every record is one more turn of the same loop")
+    monkeypatch.setattr(_tiles, "_WAVES", 1)
+    moves_by_one(b, interpreter)
+
+
+def test_what_fits():
+    x = torch.zeros(2, 32, 4)
+    assert not fits_tiles(x, x, 32, convolution=False)  # no GPU
+    assert by_grams(64, 2304, 256) and not by_grams(1024, 576, 64) and not by_grams(129, 10**6, 10**6)
