@@ -80,7 +80,7 @@ def test_recorded_graphs_read_one_slack_for_good() -> None:
     assert [s._cdata for s in reads[0]] == [s._cdata for s in reads[1]]
 
 
-@pytest.mark.parametrize("place", ["_draw", "_views", "release"])
+@pytest.mark.parametrize("place", ["_draw", "_multiples", "release"])
 def test_an_interrupted_step_leaves_nothing_to_the_next(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two draws in one sum would move by twice the sensitivity; the interrupted step stays charged."""
     data = table(8)
