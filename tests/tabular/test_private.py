@@ -17,9 +17,9 @@ def chunks_of(values, size=100):
     return lambda: (values[i : i + size] for i in range(0, len(values), size))
 
 
-def forest(values, sigma, grids):
+def forest(values, sigma, grids, door=None):
     columns = range(values.shape[1])
-    return Forest(grids, chunks_of(values), columns, sigma, Door(Streams.seeded(0)), "t")
+    return Forest(grids, chunks_of(values), columns, sigma, door or Door(Streams.seeded(0)), "t")
 
 
 def all_counts(values, grids):
