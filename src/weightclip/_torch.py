@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
+from torch.nn.modules import module as _module_file
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeNd
@@ -28,12 +29,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 __all__ = [
     "AnyBatchNorm", "AnyDropout", "AnyInstanceNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm",
     "add_all_", "apply_directly", "copy_all_", "data_parallel_active",
-    "drop_forward_hooks", "forward_hooks", "int8_product", "lerp_all_", "multiply_all_",
+    "any_module_hooks", "drop_forward_hooks", "forward_hooks", "int8_product", "lerp_all_", "multiply_all_",
     "norms_of_all", "optimizer_hooks", "reshaped_copy_of", "same_memory", "split_like",
     "storage_address", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
     "tree_unflatten", "version_of", "without_overrides",
 ]  # fmt: skip
 
+_hooks = cast(Any, _module_file)
 _torch = cast(Any, torch)  # type stubs leave private names out
 
 
@@ -124,6 +126,11 @@ def data_parallel_active() -> bool:
 def forward_hooks(module: nn.Module) -> list[Any]:
     """Hooks that run before or after the module's forward."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def any_module_hooks() -> bool:
+    """Whether hooks run around the forward of every module."""
+    return bool(_hooks._global_forward_hooks or _hooks._global_forward_pre_hooks)
 
 
 def drop_forward_hooks(module: nn.Module, which: Callable[[Any], bool]) -> None:

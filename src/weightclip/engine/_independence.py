@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightclip._torch import AnyDropout, DispatchMode
+from weightclip._torch import AnyDropout, DispatchMode, any_module_hooks, forward_hooks
 from weightclip._trees import tensors_of
 from weightclip.certificate import Use, exact_products
 from weightclip.engine._compatible import explain
@@ -134,7 +134,33 @@ def refuse_mixing(model: nn.Module) -> None:
     explain(model).refuse()
 
 
-def check_independence(probe: Probe, call: Call, size: int) -> Facts | None:
+_ROWWISE = (
+    nn.Sequential, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU,
+    nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Softplus, nn.Identity, nn.MaxPool1d, nn.MaxPool2d,
+    nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.GroupNorm,
+)  # fmt: skip
+
+
+def acts_on_rows(model: nn.Module) -> bool:
+    """Whether a model is a chain of torch's own layers that act on each row alone, with nothing hung on them.
+
+    Formal guarantees:
+        Such a model runs for any number of rows, and what it computes for a row is a function of that row: where it
+        takes two different numbers of records, records are the rows.
+    """
+    if any_module_hooks():
+        return False
+    for module in model.modules():
+        kind = type(module)
+        if forward_hooks(module) or "forward" in module.__dict__ or list(module.buffers(recurse=False)):
+            return False
+        flat = kind is nn.Flatten and module.start_dim == 1  # type: ignore[union-attr]
+        if not (kind in _ROWWISE or flat or kind.__dict__.get("_wc_rowwise", False)):
+            return False
+    return True
+
+
+def check_independence(probe: Probe, call: Call, size: int, rowwise: bool = False) -> Facts | None:
     """Refuse a model in which one record changes another's output or product.
 
     On random public records, at batch sizes 1, 2, 7 and ``size``: one record is changed (also to one of 1e30, next to
@@ -143,9 +169,15 @@ def check_independence(probe: Probe, call: Call, size: int) -> Facts | None:
 
     Formal guarantees:
         Reads shapes and types of ``call`` only. A test, no proof: a branch on values that random records never take is
-        not found. Returns what was seen; None where random records could not be run at all.
+        not found. Returns what was seen; None where random records could not be run at all. With ``rowwise`` (the model
+        :func:`acts_on_rows`) there is nothing to find but how its layers are used.
     """
     seen: Facts | None = None
+    if rowwise:
+        with exact_products(call.tensors[0].device):
+            runs = [_run(probe, call.random(n, 1, torch.randn)) for n in (max(_SIZES), 2)]
+        if all(run is not None for run in runs):
+            return runs[0]
     for n in dict.fromkeys((*_SIZES, max(1, size))):
         with exact_products(call.tensors[0].device):
             base = _check_size(probe, call, n)

@@ -16,7 +16,7 @@ from weightclip.certificate import Adaptive, OpenPlan, Plan
 from weightclip.engine._example import Signature
 from weightclip.engine._example import signature as signature_of
 from weightclip.engine._gate import Entrance, OutputGate
-from weightclip.engine._independence import Probe, check_independence, refuse_mixing
+from weightclip.engine._independence import Probe, acts_on_rows, check_independence, refuse_mixing
 from weightclip.engine._projection import InputProjection
 from weightclip.engine._step import Tested
 from weightclip.engine._watch import BufferGuard, in_modes
@@ -45,6 +45,7 @@ def with_room(plan: Plan | OpenPlan, slack: list[float]) -> tuple[list[float], l
 
 def install(t: Training) -> None:
     """Turn the layers private, put the doors on the model, and hook the optimiser."""
+    t.rowwise = acts_on_rows(t.model)
     bounds, device, optimizer = t.engine.bounds, t.engine.device, t.engine.optimizer
     of, places = bounds.of, {id(parameter): i for i, parameter in enumerate(t.release.parameters)}
     t.collector = Collector(t.release.add, bounds.caps_of(""), t.drop)
@@ -137,7 +138,7 @@ def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], siz
             refuse_mixing(model)
             if isinstance(t.plan, OpenPlan):
                 find_rows()
-            facts = check_independence(probe, call, size)
+            facts = check_independence(probe, call, size, t.rowwise and not t.tested)
     finally:
         t.randomness.next_batch(calls)
     if facts is None:

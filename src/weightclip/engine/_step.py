@@ -81,6 +81,7 @@ class Training:
     gate: OutputGate
     randomness: ForwardRandomness
     quantiles: Quantiles | None = None
+    rowwise: bool = False  # whether the model was a chain of layers that act on each row alone
 
     def __init__(
         self, engine: PrivacyEngine, model: nn.Module, plan: Plan | OpenPlan, call: Call, release: Release,

@@ -27,6 +27,8 @@ class MLP(nn.Module):
         torch.Size([4, 2])
     """
 
+    _wc_rowwise = True  # forward acts on each row alone, as far as its layers do
+
     def __init__(
         self,
         in_features: int,

@@ -1,0 +1,102 @@
+"""Models that act on each row alone need no test of independence; everything else gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import weightclip as wc
+from weightclip.engine._independence import _ROWWISE, acts_on_rows
+
+_PICTURE, _ROW, _LINE, _VOLUME = (2, 6, 6), (8,), (2, 9), (2, 4, 4, 4)
+_EXAMPLES: dict[type[nn.Module], tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    nn.Sequential: (lambda: nn.Sequential(nn.Linear(8, 3), nn.Tanh()), _ROW),
+    nn.Linear: (lambda: nn.Linear(8, 3), _ROW),
+    nn.Conv1d: (lambda: nn.Conv1d(2, 3, 3), _LINE),
+    nn.Conv2d: (lambda: nn.Conv2d(2, 3, 3), _PICTURE),
+    nn.Conv3d: (lambda: nn.Conv3d(2, 3, 2), _VOLUME),
+    nn.MaxPool1d: (lambda: nn.MaxPool1d(2), _LINE),
+    nn.MaxPool2d: (lambda: nn.MaxPool2d(2), _PICTURE),
+    nn.MaxPool3d: (lambda: nn.MaxPool3d(2), _VOLUME),
+    nn.AvgPool1d: (lambda: nn.AvgPool1d(2), _LINE),
+    nn.AvgPool2d: (lambda: nn.AvgPool2d(2), _PICTURE),
+    nn.AvgPool3d: (lambda: nn.AvgPool3d(2), _VOLUME),
+    nn.GroupNorm: (lambda: nn.GroupNorm(2, 2), _PICTURE),
+}
+
+
+@pytest.mark.parametrize("kind", _ROWWISE, ids=lambda kind: kind.__name__)
+def test_every_kind_in_the_list_acts_on_rows(kind: type[nn.Module]):
+    make, shape = _EXAMPLES.get(kind, (kind, _ROW))
+    torch.manual_seed(0)
+    layer = make().double()
+    assert acts_on_rows(layer)
+    x = torch.randn(5, *shape, dtype=torch.float64, requires_grad=True)
+    other = x.detach().clone()
+    other[2] = 1e3 * torch.randn(shape, dtype=torch.float64)
+    y, z, fewer = layer(x), layer(other), layer(x[[0, 1, 3, 4]])
+    keep = [0, 1, 3, 4]
+    assert torch.allclose(y[keep], z[keep]) and torch.allclose(y[keep], fewer)
+    (gradient,) = torch.autograd.grad(y[2].square().sum(), x)
+    assert not gradient[keep].any()
+
+
+class _Mixes(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input - input.mean(0))
+
+
+def _hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 3))
+    model[0].register_forward_hook(lambda module, args, output: output - output.mean(0))
+    return model
+
+
+def _replaced() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 3))
+    inner = model[0]
+    inner.forward = lambda x: nn.Linear.forward(inner, x - x.mean(0))  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [_hooked, _replaced, lambda: nn.Sequential(_Mixes(8, 3))], ids=["hook", "forward", "subclass"]
+)
+def test_what_hangs_on_a_layer_is_tested_and_refused(make: Callable[[], nn.Module]):
+    model = make()
+    assert not acts_on_rows(model)
+    data = TensorDataset(torch.randn(32, 8), torch.randint(0, 3, (32,)))
+    with pytest.raises(wc.WeightclipError):
+        wc.PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(data, batch_size=8), noise_multiplier=1.0,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.BatchNorm1d(8),
+        nn.Flatten(0),
+        nn.Softmax(0),
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)),
+        nn.Dropout(0.5),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_other_layers_are_not_taken_on_trust(model: nn.Module):
+    assert not acts_on_rows(model)
+
+
+def test_hooks_on_every_module_count():
+    model = nn.Linear(8, 3)
+    assert acts_on_rows(model) and acts_on_rows(wc.models.MLP(8))
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert not acts_on_rows(model)
+    finally:
+        handle.remove()
