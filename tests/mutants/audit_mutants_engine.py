@@ -148,9 +148,9 @@ def _unlimited(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("joint cap in the noise, not in the code", "bounds", JOINT)
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = install.Entry
+    original = install.Entry.of
     patch.setattr(
-        install, "Entry", lambda layer, weight, bias, uses, joint, measure: original(layer, weight, bias, uses)
+        install.Entry, "of", lambda layer, places, uses, joint, measure, tied: original(layer, places, uses, tied=tied)
     )
     _unlimited(patch)
 
