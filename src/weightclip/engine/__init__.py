@@ -10,3 +10,5 @@ from weightclip.engine._compatible import make_compatible as make_compatible
 from weightclip.engine._engine import PrivacyEngine as PrivacyEngine
 from weightclip.engine._engine import engine_of as engine_of
 from weightclip.engine._report import version_of_package as version_of_package
+from weightclip.engine._statement import nist_answers as nist_answers
+from weightclip.engine._statement import registry_entry as registry_entry
