@@ -1,6 +1,8 @@
 # pyright: reportMissingImports=false
 """Kernels behind ``_row_kernels``; importing them needs Triton."""
 
+# pyright: reportOperatorIssue=false
+# in a kernel plain numbers stand for Triton's tensors, which its types do not know
 from __future__ import annotations
 
 import triton

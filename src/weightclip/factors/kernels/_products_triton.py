@@ -1,6 +1,8 @@
 # pyright: reportMissingImports=false
 """The kernel behind ``_kernel.weight_gradient``; importing it needs Triton, which comes with CUDA builds of torch."""
 
+# pyright: reportOperatorIssue=false
+# in a kernel plain numbers stand for Triton's tensors, which its types do not know
 from __future__ import annotations
 
 import triton

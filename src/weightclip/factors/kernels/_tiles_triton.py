@@ -1,6 +1,8 @@
 # pyright: reportMissingImports=false
 """The kernels behind ``_tiles``: one record's product at a time on tensor cores; importing it needs Triton."""
 
+# pyright: reportOperatorIssue=false
+# in a kernel plain numbers stand for Triton's tensors, which its types do not know
 from __future__ import annotations
 
 import triton
