@@ -15,7 +15,7 @@ from tests.triton_kit import kernel_device, run_interpreted
 from weightclip.factors.kernels import _tiles
 
 SOURCE = Path(_tiles.__file__).with_name("_tiles_triton.py")
-NORMS = Path(_tiles.__file__).with_name("_triton.py")
+NORMS = Path(_tiles.__file__).with_name("_products_triton.py")
 
 
 @pytest.fixture
