@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 __all__ = [
     "AnyBatchNorm", "AnyDropout", "AnyInstanceNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm",
     "add_all_", "apply_directly", "copy_all_", "data_parallel_active",
-    "any_module_hooks", "drop_forward_hooks", "forward_hooks", "int8_product", "lerp_all_", "multiply_all_",
+    "drop_forward_hooks", "forward_hooks", "hooked", "int8_product", "lerp_all_", "multiply_all_",
     "norms_of_all", "optimizer_hooks", "reshaped_copy_of", "same_memory", "split_like",
     "storage_address", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
     "tree_unflatten", "version_of", "without_overrides",
@@ -128,9 +128,12 @@ def forward_hooks(module: nn.Module) -> list[Any]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
-def any_module_hooks() -> bool:
-    """Whether hooks run around the forward of every module."""
-    return bool(_hooks._global_forward_hooks or _hooks._global_forward_pre_hooks)
+def hooked(module: nn.Module) -> bool:
+    """Whether any hook runs around the module's forward or backward, its own or one of all modules."""
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(own) or any(
+        getattr(_hooks, f"_global_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre")
+    )
 
 
 def drop_forward_hooks(module: nn.Module, which: Callable[[Any], bool]) -> None:

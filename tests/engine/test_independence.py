@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
+from weightclip.engine import _install
 from weightclip.engine._independence import _ROWWISE, acts_on_rows
 
 _PICTURE, _ROW, _LINE, _VOLUME = (2, 6, 6), (8,), (2, 9), (2, 4, 4, 4)
@@ -56,6 +57,12 @@ def _hooked() -> nn.Module:
     return model
 
 
+def _hooked_backward() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[2].register_full_backward_hook(lambda module, given, output: (given[0] + given[0].sum(0, keepdim=True),))
+    return model
+
+
 def _replaced() -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 3))
     inner = model[0]
@@ -64,7 +71,9 @@ def _replaced() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "make", [_hooked, _replaced, lambda: nn.Sequential(_Mixes(8, 3))], ids=["hook", "forward", "subclass"]
+    "make",
+    [_hooked, _hooked_backward, _replaced, lambda: nn.Sequential(_Mixes(8, 3))],
+    ids=["hook", "backward hook", "forward", "subclass"],
 )
 def test_what_hangs_on_a_layer_is_tested_and_refused(make: Callable[[], nn.Module]):
     model = make()
@@ -92,11 +101,22 @@ def test_other_layers_are_not_taken_on_trust(model: nn.Module):
     assert not acts_on_rows(model)
 
 
-def test_hooks_on_every_module_count():
+@pytest.mark.parametrize(
+    "register", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+)
+def test_hooks_on_every_module_count(when: str):
     model = nn.Linear(8, 3)
     assert acts_on_rows(model) and acts_on_rows(wc.models.MLP(8))
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    handle = getattr(nn.modules.module, f"register_module_{when}_hook")(lambda *_: None)
     try:
         assert not acts_on_rows(model)
     finally:
         handle.remove()
+
+
+def test_trust_without_a_look_is_caught(monkeypatch: pytest.MonkeyPatch):
+    """The mutant that takes every model for a chain of such layers lets mixing ones pass."""
+    monkeypatch.setattr(_install, "acts_on_rows", lambda model: True)
+    for make in (_hooked, _hooked_backward, _replaced):
+        with pytest.raises(pytest.fail.Exception):
+            test_what_hangs_on_a_layer_is_tested_and_refused(make)

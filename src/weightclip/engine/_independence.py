@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightclip._torch import AnyDropout, DispatchMode, any_module_hooks, forward_hooks
+from weightclip._torch import AnyDropout, DispatchMode, hooked
 from weightclip._trees import tensors_of
 from weightclip.certificate import Use, exact_products
 from weightclip.engine._compatible import explain
@@ -148,11 +148,9 @@ def acts_on_rows(model: nn.Module) -> bool:
         Such a model runs for any number of rows, and what it computes for a row is a function of that row: where it
         takes two different numbers of records, records are the rows.
     """
-    if any_module_hooks():
-        return False
     for module in model.modules():
         kind = type(module)
-        if forward_hooks(module) or "forward" in module.__dict__ or list(module.buffers(recurse=False)):
+        if hooked(module) or "forward" in module.__dict__ or list(module.buffers(recurse=False)):
             return False
         flat = kind is nn.Flatten and module.start_dim == 1  # type: ignore[union-attr]
         if not (kind in _ROWWISE or flat or kind.__dict__.get("_wc_rowwise", False)):
