@@ -101,9 +101,7 @@ def test_other_layers_are_not_taken_on_trust(model: nn.Module):
     assert not acts_on_rows(model)
 
 
-@pytest.mark.parametrize(
-    "register", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
-)
+@pytest.mark.parametrize("when", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 def test_hooks_on_every_module_count(when: str):
     model = nn.Linear(8, 3)
     assert acts_on_rows(model) and acts_on_rows(wc.models.MLP(8))
