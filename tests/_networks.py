@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import weightclip as wc
 from weightclip import nn as wnn
-from weightclip.certificate._certificate import Certificate
+from weightclip.certificate import Certificate
 from weightclip.factors import CapNorm, Product
 from weightclip.losses import L1, MSE, BCEWithLogits, Cosine, CrossEntropy, Huber, Loss, MultiMargin, SmoothL1
 

@@ -17,7 +17,7 @@ from torch import nn
 import weightclip.bounds._conv as conv_rules
 import weightclip.bounds._dense as dense_rules
 import weightclip.bounds._normalise as norm_rules
-import weightclip.certificate._certificate as certificate
+import weightclip.certificate._plan as certificate
 import weightclip.engine._step as loop
 import weightclip.factors._dense as dense_factors
 import weightclip.sampling._loader as sampling

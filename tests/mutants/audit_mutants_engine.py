@@ -26,8 +26,8 @@ from tests.mutants.audit_mutants import (
     mutant,
 )
 
-import weightclip.certificate._certificate as certificate
 import weightclip.certificate._gains as gains
+import weightclip.certificate._plan as certificate
 import weightclip.engine._checkpoint as checkpoint
 import weightclip.engine._engine as engine
 import weightclip.engine._install as install

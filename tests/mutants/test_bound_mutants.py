@@ -17,7 +17,7 @@ from torch import nn
 import weightclip as wc
 from weightclip import nn as wnn
 from weightclip.bounds import Effect, _conv, _conv_norms, _dense, _normalise, _rule, plus, times
-from weightclip.certificate._certificate import Plan
+from weightclip.certificate._plan import Plan
 from weightclip.factors import _dense as dense_factors
 from weightclip.factors import make_layer_private
 from weightclip.losses import CrossEntropy

@@ -10,6 +10,7 @@ import torch
 from tests.engine.test_holes import BOUNDS, REFUSED, Branch, Mean, Memory, Running
 from tests.engine_kit import private, table
 from tests.holes import HOLES, moved
+from tests.mutants.kit import Mutants
 
 import weightclip as wc
 from weightclip.engine import _install as install
@@ -82,15 +83,8 @@ def a_negative_loss_is_refused() -> bool:
     return False
 
 
-MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[], bool]]] = {}
-
-
-def mutant(check: Callable[[], bool]):
-    def keep(mutate: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS[mutate.__name__] = (mutate, check)
-        return mutate
-
-    return keep
+MUTANTS = Mutants()
+mutant = MUTANTS.noticed_by
 
 
 def _unlimited(patch: Patch) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from tests.mutants import engine_checks as checks
 from tests.mutants.engine_checks import CHECKS
+from tests.mutants.kit import Mutants
 from torch import Tensor
 
 import weightclip as wc
@@ -31,15 +32,8 @@ def test_the_engine_passes(check: Callable[[], None]) -> None:
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 Patch = pytest.MonkeyPatch
-MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[], None]]] = {}
-
-
-def mutant(check: Callable[[], None]):
-    def keep(mutate: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS[mutate.__name__] = (mutate, check)
-        return mutate
-
-    return keep
+MUTANTS = Mutants()
+mutant = MUTANTS.noticed_by
 
 
 @mutant(checks.all_layers_together_are_one_mechanism)

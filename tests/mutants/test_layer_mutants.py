@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.factors import test_attention, test_recurrent, zoo
+from tests.mutants.kit import Mutants
 from tests.oracle import Run, check, check_each, hostile, moves
 from torch import nn
 
@@ -14,15 +15,8 @@ from weightclip.factors import _attention, _collector, _copies, _joint, _kinds, 
 from weightclip.factors._rows import RECORDS
 
 Patch = pytest.MonkeyPatch
-MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[], object]]] = {}
-
-
-def mutant(check: Callable[[], object]):
-    def keep(mutate: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS[mutate.__name__] = (mutate, check)
-        return mutate
-
-    return keep
+MUTANTS = Mutants()
+mutant = MUTANTS.noticed_by
 
 
 def exact(name: str) -> Callable[[], object]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.mutants import ledger_checks as checks
+from tests.mutants.kit import Mutants
 from tests.mutants.ledger_checks import CHECKS
 
 from weightclip.accounting import _ledger, _ledger_format
@@ -23,15 +24,8 @@ def test_the_ledger_passes(check: Callable[[], None]) -> None:
 
 
 Patch = pytest.MonkeyPatch
-MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[], None]]] = {}
-
-
-def mutant(check: Callable[[], None]):
-    def keep(mutate: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS[mutate.__name__] = (mutate, check)
-        return mutate
-
-    return keep
+MUTANTS = Mutants()
+mutant = MUTANTS.noticed_by
 
 
 @mutant(checks.every_release_is_on_the_disk_before_it_is_seen)

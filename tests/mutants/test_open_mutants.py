@@ -1,14 +1,14 @@
-"""Mistakes that open models invite, each as a patch that a test of tests/engine/test_open_models.py must show."""
+"""Mistakes that open models invite, each as a patch that a test of tests/engine must show."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
 from tests.engine import test_open_models as tests
+from tests.engine import test_sequences as sequences
 from tests.engine.test_holes import REFUSED
 from tests.holes import moved, usual
+from tests.mutants.kit import Mutants
 from torch import Tensor
 
 import weightclip as wc
@@ -17,29 +17,22 @@ from weightclip.engine._step import Training
 from weightclip.factors._rows import Layout, Table
 
 Patch = pytest.MonkeyPatch
-MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[], None]]] = {}
+MUTANTS = Mutants()
+mutant = MUTANTS.noticed_by
 
 
-def mutant(check: Callable[[], None]):
-    def keep(mutate: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS[mutate.__name__] = (mutate, check)
-        return mutate
-
-    return keep
-
-
-@mutant(tests.test_a_length_at_which_records_mix_is_refused_when_it_comes)
+@mutant(sequences.test_a_length_at_which_records_mix_is_refused_when_it_comes)
 def later_shapes_are_not_tested(patch: Patch) -> None:
     patch.setattr(Training, "_test", lambda self, passage, ends: False)
     patch.setattr(_install, "_prepare", lambda owner, module, args, kwargs: next(iter(owner().tested)))
 
 
-@mutant(lambda: tests.test_copies_that_mix_or_change_records_are_refused(tests.turned))
+@mutant(lambda: sequences.test_copies_that_mix_or_change_records_are_refused(sequences.turned))
 def copies_are_trusted(patch: Patch) -> None:
     patch.setattr(_gate, "copies_records", lambda value, edge, fold: True)
 
 
-@mutant(lambda: tests.test_copies_that_mix_or_change_records_are_refused(tests.repeated))
+@mutant(lambda: sequences.test_copies_that_mix_or_change_records_are_refused(sequences.repeated))
 def entries_may_be_repeated(patch: Patch) -> None:
     def by_record(value: Tensor, edge, fold: int) -> bool:
         record = torch.arange(len(value)).div(fold, rounding_mode="floor") + 1.0
@@ -54,13 +47,13 @@ def the_wall_has_gaps(patch: Patch) -> None:
     patch.setattr(_gate._Wall, "backward", staticmethod(lambda ctx, gradient: (None,) * 4))
 
 
-@mutant(lambda: tests.test_every_position_in_one_view())
+@mutant(lambda: sequences.test_every_position_in_one_view())
 def rows_of_a_sequence_are_taken_for_records(patch: Patch) -> None:
     real = _criterion.PrivateCriterion.graded
     patch.setattr(_criterion.PrivateCriterion, "graded", lambda self, z, y, mask, fold=1: real(self, z, y, mask))
 
 
-@mutant(tests.test_longer_records_get_more_room_for_rounding_and_no_other_limit)
+@mutant(sequences.test_longer_records_get_more_room_for_rounding_and_no_other_limit)
 def room_for_rounding_of_the_first_shape_only(patch: Patch) -> None:
     real = _install.OpenPlan.learn
     patch.setattr(_install.OpenPlan, "learn", lambda self, seen: any(self.layers.values()) or real(self, seen))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from tests.engine import test_noise_reuse as reuse
 from tests.engine.test_public_pieces import a_scheduler_of_iterations_does_not_see_the_draw
 from tests.engine.test_strict import a_records_place_does_not_depend_on_the_others
+from tests.mutants.kit import Mutants
 from tests.sampling.test_randomness import augmentation_belongs_to_the_record, masks_do_not_come_from_the_users_seed
 
 import weightclip as wc
@@ -22,15 +23,8 @@ from weightclip.sampling._pieces import Cutter, Piece
 from weightclip.sampling._randomness import ForwardRandomness, Generators
 
 Patch = pytest.MonkeyPatch
-MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[], None]]] = {}
-
-
-def mutant(check: Callable[[], None]):
-    def keep(mutate: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS[mutate.__name__] = (mutate, check)
-        return mutate
-
-    return keep
+MUTANTS = Mutants()
+mutant = MUTANTS.noticed_by
 
 
 @mutant(a_scheduler_of_iterations_does_not_see_the_draw)

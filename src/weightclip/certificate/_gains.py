@@ -26,8 +26,8 @@ from weightclip.bounds import (
 )
 from weightclip.certificate._bank import NormBank
 from weightclip.certificate._bounds import Bounds
-from weightclip.certificate._certificate import Plan
 from weightclip.certificate._open import OpenPlan
+from weightclip.certificate._plan import Plan
 
 
 class Gains:

@@ -15,7 +15,7 @@ from torch import nn
 
 from weightclip.bounds import Numerics, Scalar, least, times
 from weightclip.certificate._bounds import Bounds, MovingLimits
-from weightclip.certificate._certificate import Evaluation, Use, enforced_to, room_of
+from weightclip.certificate._plan import Evaluation, Use, enforced_to, room_of
 from weightclip.certificate._table import Certificate, Row
 from weightclip.errors import CertificationError
 from weightclip.factors import families, trained

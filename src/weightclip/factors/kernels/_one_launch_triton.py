@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Kernels behind ``_row_kernels``; importing them needs Triton."""
+"""Kernels behind ``_one_launch``; importing them needs Triton."""
 
 # pyright: reportOperatorIssue=false
 # in a kernel plain numbers stand for Triton's tensors, which its types do not know

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""The kernel behind ``_kernel.weight_gradient``; importing it needs Triton, which comes with CUDA builds of torch."""
+"""The kernel behind ``_products.weight_gradient``; importing it needs Triton, which comes with CUDA builds of torch."""
 
 # pyright: reportOperatorIssue=false
 # in a kernel plain numbers stand for Triton's tensors, which its types do not know

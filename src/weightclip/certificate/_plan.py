@@ -1,0 +1,367 @@
+"""The plan: norms forward, Lipschitz constants backward, one sensitivity per layer (SOUNDNESS Theorem 5)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightclip.bounds import Numerics, Scalar, least, plus, times
+from weightclip.certificate._bounds import Bounds, MovingLimits
+from weightclip.certificate._graph import Graph
+from weightclip.certificate._table import Certificate, Row
+from weightclip.errors import CertificationError
+from weightclip.factors import Measure
+
+_U = 2.0**-24
+
+
+@dataclass
+class Evaluation:
+    """Bounds of one layer as numbers or 0-dim tensors, so that nothing waits for the device."""
+
+    gain: Scalar
+    x: Scalar
+    cotangent: Scalar
+    sensitivity: Scalar
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a layer: shapes of one record's input and output there."""
+
+    inside: tuple[int, ...]
+    outside: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Entries of both factors."""
+        return math.prod(self.inside) + math.prod(self.outside)
+
+
+def enforced_to(use: Use) -> float:
+    """What float32 norms and scales leave of a limit that is enforced on one use."""
+    return 1 + (use.size + 64) * _U
+
+
+def room_of(uses: list[Use], layers: int) -> float:
+    """The same for a limit over all uses of a layer, of so many layers."""
+    return max(map(enforced_to, uses)) + (4 * len(uses) + layers) * _U
+
+
+class Plan:
+    """The model's graph with the bounds laid on it; evaluated anew whenever weights change.
+
+    Args:
+        model: The model.
+        loss_bound: Bound of each record's gradient at the model's output, in the dual exponent of ``bounds.p``.
+        graph: Its graph.
+        bounds: What is enforced.
+    """
+
+    def __init__(self, model: nn.Module, graph: Graph, bounds: Bounds, loss_bound: float) -> None:
+        self.model, self.graph, self.bounds, self.loss_bound = model, graph, bounds, loss_bound
+        refuse_shared(model)
+        self.layers = {
+            path: uses
+            for path, uses in graph.layers().items()
+            if any(q.requires_grad for q in model.get_submodule(path).parameters(recurse=False))
+        }
+        reached = {id(q) for path in self.layers for q in model.get_submodule(path).parameters(recurse=False)}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in reached:
+                raise CertificationError(
+                    f"parameter '{name}' is trainable but no certified layer uses it. Fix: freeze it "
+                    "(requires_grad_(False)) or use it through a layer weightclip knows."
+                )
+        if not self.layers:
+            raise CertificationError("the model has no trainable parameters: nothing to make private.")
+        for path, uses in self.layers.items():
+            rule, module = graph.nodes[uses[0]].layer, model.get_submodule(path)
+            limits = ("layer_radius", "cotangent_radius", "layer_cap", "joint_cap")
+            asked = [name for name in limits if bounds.of(name, path) is not None]
+            if asked and rule is not None and not rule.in_product:
+                raise CertificationError(
+                    f"layer '{path}' ({type(module).__name__}) has no in-product form, which {asked[0]} needs. "
+                    f"Fix: leave it out of Bounds.{asked[0]} (a mapping by name), or use a torch layer."
+                )
+        self.quantiles: MovingLimits | None = None  # where limits follow private quantiles
+        self.loss_shape = graph.nodes[graph.output].op.out_shape  # of the loss's argument, one record
+        self._checked = False
+        projections = bounds.projections()
+        at_input = projections.get("", math.inf)
+        self._entries = {i: _projected(at_input, n.op.out_shape) for i, n in enumerate(graph.nodes) if n.is_input}
+        self._radii = {  # of the projections in front of modules, for each of their inputs
+            i: [_projected(projections[node.op.path], shape) for shape in node.op.shapes]
+            for i, node in enumerate(graph.nodes) if node.op.path and node.op.path in projections
+        }  # fmt: skip
+        # gains are taken at a layer's first use, and norms grow with the input
+        self._like_first = {
+            i for uses in graph.layers().values() for i in uses
+            if graph.nodes[i].op.shapes == graph.nodes[uses[0]].op.shapes
+        }  # fmt: skip
+        names = ("layer_radius", "cotangent_radius", "layer_cap", "joint_cap", "bias_scale")
+        self._limits = {(name, path): bounds.of(name, path) for name in names for path in self.layers}
+        ops = {i: graph.nodes[i].op for uses in self.layers.values() for i in uses}
+        self._uses = {i: Use(tuple(o.shapes[0]), tuple(o.out_shape)) for i, o in ops.items()}
+        self._enforced = {i: enforced_to(use) for i, use in self._uses.items()}
+        self._static = {}
+        for i, node in enumerate(graph.nodes):
+            if node.rule is not None:
+                forward = node.rule(node.op, 2.0)
+                self._static[i] = (node.rule(node.op, bounds.p) if bounds.p != 2 else forward, forward)
+
+    def holders(self, path: str) -> list[nn.Module]:
+        """The modules that hold the parameters of a layer."""
+        return [self.model.get_submodule(path)]
+
+    def limit(self, name: str, path: str) -> Scalar | None:
+        """The limit ``name`` of a layer as it stands: the public constant, or what quantiles have made of it."""
+        adapted = None if self.quantiles is None else self.quantiles.limit(name, path)
+        return self._limits[name, path] if adapted is None else adapted
+
+    @functools.cached_property
+    def needs_gains(self) -> bool:
+        """Whether weight norms matter: not when weights are free and all factors are bounded by themselves."""
+        b = self.bounds
+        if b.weight_norm is not None or b.p != 2:
+            return True
+        for k in self.layers:
+            capped = b.of("layer_cap", k) is not None or b.of("joint_cap", k) is not None
+            if not capped and (b.of("layer_radius", k) is None or b.of("cotangent_radius", k) is None):
+                return True
+        return False
+
+    def room(self, path: str) -> float:
+        """What float32 may do to norms and scales of a layer's products: its limit is enforced up to this factor."""
+        return room_of(self.uses(path), len(self.layers))
+
+    def uses(self, path: str) -> list[Use]:
+        """The uses of a trainable layer."""
+        return [self._uses[i] for i in self.layers[path]]
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All layers with a gain, frozen ones included."""
+        for node in self.graph.nodes:
+            if node.layer is not None and node.op.module is not None:
+                yield node.op.path, node.op.module
+
+    def measure(self, path: str, knorm: Any) -> Measure | None:
+        """The norm of a layer's certified bound where it is not the product of l2 norms of its factors."""
+        if knorm is not None:
+            module = self.model.get_submodule(path)
+            layer = self.graph.nodes[self.layers[path][0]].layer
+            assert layer is not None
+            return Measure(knorm.p, math.sqrt(layer.dimension(module)) if knorm.p == 1 else 1.0)
+        return Measure() if math.isinf(self.bounds.p) else None
+
+    def evaluate(self, numerics: Numerics, known: Mapping[str, Scalar] | None = None) -> dict[str, Evaluation]:
+        """Bounds of every trainable layer at the present weights.
+
+        Args:
+            numerics: How the passes round.
+            known: Certified l2 gains by path that need not be recomputed (weights unchanged since, or drift added).
+        """
+        gains, outputs = self._forward(numerics, known or {})
+        cotangents = self._backward(gains)
+        found = {path: self._layer(path, uses, gains, outputs, cotangents) for path, uses in self.layers.items()}
+        if not self._checked:  # which bounds exist does not change with the weights
+            self._refuse_overflow(outputs)
+            self._checked = True
+        return found
+
+    def certificate(self, evaluations: dict[str, Evaluation], slack: float = 1.0) -> Certificate:
+        """The evaluation as numbers; ``slack`` multiplies every sensitivity (rounding of the sum over records)."""
+        rows = []
+        for path, e in evaluations.items():
+            node = self.graph.nodes[self.layers[path][0]]
+            assert node.layer is not None and node.op.module is not None
+            kind = getattr(type(node.op.module), "_wc_native", type(node.op.module)).__name__
+            rows.append(Row(path, kind, float(e.gain), float(e.x), float(e.cotangent), float(e.sensitivity) * slack,
+                            node.layer.dimension(node.op.module)))  # fmt: skip
+        joint = tuple(path for path in evaluations if self.bounds.of("joint_cap", path) is not None)
+        return Certificate(tuple(rows), self.loss_bound, float(self.bounds.p), joint)
+
+    def _forward(self, numerics: Numerics, known: Mapping[str, Scalar]):
+        """Per node: the gain of each edge (chain exponent), and an l2 bound of its output, as enforced."""
+        nodes, p = self.graph.nodes, self.bounds.p
+        half = 1.0 if numerics.weights.itemsize >= 4 else 1 + numerics.operand  # activations and cotangents round too
+        gains: list[tuple[Scalar, ...]] = []
+        outputs: list[Scalar] = []
+        for i, node in enumerate(nodes):
+            if not node.op.floating:  # integers are not projected and not measured
+                outputs.append(math.inf)
+                gains.append((0.0,) * len(node.edges))
+                continue
+            if node.is_input:
+                outputs.append(self._entries[i])
+                gains.append(())
+                continue
+            inputs = self._inputs(i, outputs)
+            if node.rule is not None:
+                chain, forward = self._static[i]
+                gains.append(chain.gains if half == 1 else tuple(times(g, half) for g in chain.gains))
+                outputs.append(times(forward.output(inputs), half))
+                continue
+            assert node.layer is not None and node.op.module is not None
+            module = node.op.module
+            at_hand = self._at_hand(i, known)
+            c2 = _host(node.layer.gain(module, node.op, 2, numerics) if at_hand is None else at_hand)
+            if isinstance(c2, float) and math.isinf(c2):  # not wanted: every layer's factors are bounded
+                gains.append((c2,))
+                outputs.append(c2)
+                continue
+            chained = c2 if p == 2 else _host(node.layer.gain(module, node.op, p, numerics))
+            gains.append((chained,))
+            outputs.append(times(_host(node.layer.output(module, node.op, c2, inputs[0])), half))
+        return gains, outputs
+
+    def _at_hand(self, index: int, known: Mapping[str, Scalar]) -> Scalar | None:
+        """A gain that need not be recomputed."""
+        found = known.get(self.graph.nodes[index].op.path)
+        return found if index in self._like_first or (isinstance(found, float) and math.isinf(found)) else None
+
+    def _inputs(self, index: int, outputs: list[Scalar]) -> list[Scalar]:
+        """l2 bounds of a node's inputs, after the projection its module may have.
+
+        That projection has gain 1 in the chain: for p = 1 and inf its scale is detached (``InputProjection``).
+        """
+        edges, radii = self.graph.nodes[index].edges, self._radii.get(index)
+        if radii is None:
+            return [outputs[e] for e in edges]
+        return [least(outputs[e], radius) for e, radius in zip(edges, radii, strict=True)]
+
+    def _refuse_overflow(self, outputs: list[Scalar]) -> None:
+        """Behind a value without a bound, activations may overflow to NaN although their own bound is finite.
+
+        Layers with an enforced factor drop such records; a layer without one would add NaN to the sum.
+        """
+        nodes = self.graph.nodes
+        source: list[int | None] = []
+        for i, node in enumerate(nodes):
+            floating = [e for e in node.edges if nodes[e].op.floating]
+            behind = [source[e] for e in floating if source[e] is not None]
+            unbounded = any(isinstance(outputs[e], float) and math.isinf(outputs[e]) for e in floating)
+            source.append(behind[0] if behind else (i if unbounded else None))
+        first = source[self.graph.output]
+        if first is None:
+            return
+        enforced = ("layer_radius", "cotangent_radius", "layer_cap", "joint_cap")
+        for path in self.layers:
+            if all(self.bounds.of(name, path) is None for name in enforced):
+                op = nodes[first].op
+                raise CertificationError(
+                    f"layer '{path}': the input of node '{op.name}' ({op.kind}) has no bound, so a record may overflow "
+                    "there and its gradient would not be finite. "
+                    f"Fix: set input_radius, or cotangent_radius for '{path}'."
+                )
+
+    def _backward(self, gains: list[tuple[Scalar, ...]]) -> list[Scalar]:
+        """L at each node: the sum over its outgoing edges of L_u c_edge (edges, not users)."""
+        bound: list[Scalar] = [0.0] * len(self.graph.nodes)
+        bound[self.graph.output] = self.loss_bound
+        for i in reversed(range(len(self.graph.nodes))):
+            for edge, gain in zip(self.graph.nodes[i].edges, gains[i], strict=True):
+                bound[edge] = plus(bound[edge], times(bound[i], gain))
+        return bound
+
+    def _layer(self, path: str, uses: list[int], gains, outputs, cotangents) -> Evaluation:
+        p, limits = self.bounds.p, self._limits
+        radius, cotangent = self.limit("layer_radius", path), self.limit("cotangent_radius", path)
+        cap, beta = self.limit("layer_cap", path), limits["bias_scale", path] or 1.0
+        joint = limits["joint_cap", path]
+        total: Scalar = 0.0
+        x_bound: Scalar = 0.0
+        l_bound: Scalar = 0.0
+        for i in uses:
+            node = self.graph.nodes[i]
+            assert node.layer is not None and node.op.module is not None
+            x = self._inputs(i, outputs)[0]
+            module, op = node.op.module, node.op
+            a2 = node.layer.factor(module, op, x, beta, 2)
+            ap = a2 if p == 2 else node.layer.factor(module, op, x, beta, p)
+            enforced = self._enforced[i]
+            if radius is not None:
+                a2 = least(a2, radius * enforced)
+                ap = least(ap, radius * enforced * (math.sqrt(math.prod(op.out_shape)) if p == 1 else 1.0))
+                x = least(x, radius)
+            options = [times(cotangents[i], ap)]
+            if cotangent is not None:
+                options.append(times(cotangent * enforced, a2))
+            if joint is not None:  # uses of one layer are summed before the cap, so it stands for all of them
+                options = [joint / len(uses)]
+            delta = least(*options) if len(options) > 1 else options[0]
+            if cap is None and isinstance(delta, float) and math.isinf(delta):
+                raise CertificationError(self._why_infinite(path, i, outputs, cotangents, gains))
+            total = plus(total, delta)
+            x_bound = _greatest(x_bound, x)
+            l_bound = _greatest(l_bound, cotangents[i] if cotangent is None else least(cotangents[i], cotangent))
+        if cap is not None:  # stands for all uses together; one that moves by quantiles is what is enforced
+            total = cap if self.quantiles is not None else least(total, cap)
+        return Evaluation(gains[uses[0]][0], x_bound, l_bound, total)
+
+    def _why_infinite(self, path: str, index: int, outputs, cotangents, gains) -> str:
+        """Name the node that has no finite bound, and the ways out."""
+        nodes = self.graph.nodes
+        radius = f"set Bounds.layer_radius for '{path}'"
+        layer, op, x = nodes[index].layer, nodes[index].op, outputs[nodes[index].edges[0]]
+        assert layer is not None and op.module is not None
+        needed = self.bounds.of("layer_radius", path) is None  # an embedding's factor needs no bound of its input
+        factor = layer.factor(op.module, op, x, 1.0, 2) if needed else 0.0
+        if isinstance(factor, float) and math.isinf(factor) and isinstance(x, float) and math.isinf(x):
+            before = index
+            while nodes[before].edges:
+                infinite = [e for e in nodes[before].edges if isinstance(outputs[e], float) and math.isinf(outputs[e])]
+                if not infinite:
+                    op = nodes[before].op
+                    return (f"layer '{path}': its input has no bound, because node '{op.name}' ({op.kind}) has none. "
+                            f"Fix: {radius}, or put weightclip.nn.Project after that node.")  # fmt: skip
+                before = infinite[0]
+            op = nodes[before].op
+            if not op.floating:
+                return (f"layer '{path}': its input has no bound, because the model's input '{op.name}' holds "
+                        f"integers, which are not projected. Fix: pass floats, or {radius}.")  # fmt: skip
+            return (f"layer '{path}': its input has no bound, because the model's input '{op.name}' has no radius. "
+                    f"Fix: set input_radius, or {radius}.")  # fmt: skip
+        for i in range(index + 1, len(nodes)):
+            if any(isinstance(g, float) and math.isinf(g) for g in gains[i]):
+                op = nodes[i].op
+                return (f"layer '{path}': the gradient that reaches it has no bound, because node '{op.name}' "
+                        f"({op.kind}) has no finite gain. Fix: set Bounds.cotangent_radius for '{path}'.")  # fmt: skip
+        return f"layer '{path}' has no finite sensitivity. Fix: set layer_radius and cotangent_radius for it."
+
+
+def _projected(radius: float, shape: tuple[int, ...]) -> float:
+    """What float32 leaves of a projection on a ball."""
+    return radius * (1 + (math.prod(shape) + 8) * _U)
+
+
+def _host(value: Scalar) -> Scalar:
+    """A tensor on the CPU as a number: the rest of the chain then is plain arithmetic. On a device nothing waits."""
+    return float(value) if isinstance(value, Tensor) and value.device.type == "cpu" else value
+
+
+def _greatest(a: Scalar, b: Scalar) -> Scalar:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        if any(isinstance(v, float) and math.isinf(v) for v in (a, b)):
+            return math.inf
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return torch.maximum(a, b)
+        return a.clamp(min=b) if isinstance(a, Tensor) else b.clamp(min=a)  # type: ignore[union-attr,return-value]
+    return max(a, b)
+
+
+def refuse_shared(model: nn.Module) -> None:
+    owner: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and owner.setdefault(id(parameter), path) != path:
+                raise CertificationError(
+                    f"parameter '{name}' is shared by modules '{owner[id(parameter)]}' and '{path}'. "
+                    "Fix: use the same module twice instead."
+                )
