@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
     from weightclip import nn as nn
     from weightclip import noise as noise
     from weightclip import sampling as sampling
+    from weightclip import text as text
     from weightclip.accounting import Adjacency as Adjacency
     from weightclip.bounds import Bjorck as Bjorck
     from weightclip.bounds import Effect as Effect
@@ -97,7 +98,7 @@ _HOMES = {
         "LipDPRegressor",
     ),
 }
-_PACKAGES = ("accounting", "audit", "bounds", "losses", "models", "nn", "noise", "sampling")
+_PACKAGES = ("accounting", "audit", "bounds", "losses", "models", "nn", "noise", "sampling", "text")
 
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

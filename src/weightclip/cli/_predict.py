@@ -30,12 +30,15 @@ def predict(
     from weightclip.tabular import Model
     from weightclip.tabular import files as _files
     from weightclip.tabular import folder as _folder
+    from weightclip.text import from_pipeline
 
-    source = _files.File(data, delimiter)
+    source: _files.Source = _files.File(data, delimiter)
     if out is not None:
         check_file(out, (data,))
     tensors, pipeline, _ = _folder.load(model)
     fitted = Model.load(tensors, pipeline)
+    if "text" in pipeline:
+        source = from_pipeline(source, pipeline["text"])
     if proba and fitted.task != "classification":
         raise WeightclipError(f"--proba: {model} predicts numbers, not classes.")
     if out is None:

@@ -30,6 +30,10 @@ def train(
     target_range: Annotated[str | None, typer.Option(help="public range of a numeric target, as LOW,HIGH")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="column to leave out (repeatable)")] = None,
     categorical: Annotated[list[str] | None, typer.Option(help="column to treat as categorical (repeatable)")] = None,
+    text: Annotated[
+        str | None, typer.Option(help="column of text, read through --encoder; columns besides it are left out")
+    ] = None,
+    encoder: Annotated[str, typer.Option(help="public sentence encoder for --text: minilm")] = "minilm",
     hidden: Annotated[str | None, typer.Option(help="hidden widths like 32,16; 'none' for a linear model")] = None,
     epochs: Annotated[float | None, typer.Option(help="passes over the data")] = None,
     public_scaling: Annotated[bool, typer.Option(help="scale by public ranges alone, pay nothing for it")] = False,
@@ -50,6 +54,7 @@ def train(
     """Train a private model on a table and write a model folder.
 
     Example: weightclip train data.csv --target income --epsilon 1 --out model/
+    Example: weightclip train reviews.csv --text review --target label --epsilon 3 --out model/
     """
     from weightclip.noise import Streams
     from weightclip.tabular import (
@@ -65,12 +70,15 @@ def train(
     from weightclip.tabular import defaults as _defaults
     from weightclip.tabular import files as _files
     from weightclip.tabular import folder as _folder
+    from weightclip.text import TextFile, load_encoder
 
     regression = _task(task)
     if public_scaling and non_private_scaling:
         raise WeightclipError("--public-scaling and --non-private-scaling exclude each other.")
     check_budget(epsilon, delta, "--epsilon", "--delta")
     _check_settings(accountant, epochs, seed, hidden)
+    if text is not None and (public_scaling or non_private_scaling or categorical):
+        raise WeightclipError("--text reads one column by a public scale: leave scaling options and --categorical out.")
     known = _schema(schema, classes, target_range, ignore, categorical, target)
     if regression and known.classes is not None:
         raise WeightclipError("--classes belongs to classification; for a numeric target give --target-range.")
@@ -81,18 +89,24 @@ def train(
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         reading = bar.add_task("reading", total=None)
+        source: _files.Source = _files.File(data, delimiter)
+        how = NonPrivateScaling() if non_private_scaling else PublicScaling() if public_scaling else PrivateScaling()
+        if text is not None:
+            source = TextFile(source, text, load_encoder(encoder), lambda done: bar.update(reading, completed=done))
+            known, how = source.schema(known, target), PublicScaling(pieces=1)
         try:
-            loaded = _files.load(_files.File(data, delimiter), target, known, regression)
+            loaded = _files.load(source, target, known, regression)
         except OSError as error:
             raise WeightclipError(f"cannot set up a scratch file ({error.strerror or error}).") from error
         bar.remove_task(reading)
         n = len(loaded.table) if n_records is None else n_records
-        how = NonPrivateScaling() if non_private_scaling else PublicScaling() if public_scaling else PrivateScaling()
         steps, described = bar.add_task("training", total=None), False
 
         def shown(done: int, total: int) -> None:
             nonlocal described
-            if not (described or as_json):  # training has begun: nothing was wrong with the table or the options
+            if text is None and not (
+                described or as_json
+            ):  # training has begun: nothing was wrong with the table or the options
                 console.print(_types(loaded))
             described = True
             bar.update(steps, completed=done, total=total)
@@ -107,6 +121,8 @@ def train(
         )
         if delta is None and n_records is None:
             notes.append("delta was set from the number of records, which counts as public")
+        if text is not None:
+            notes.append(f"the encoder {encoder!r} counts as public: no record was used to train it")
         plan = FitPlan(
             epsilon, _defaults.delta(n) if delta is None else delta, how, chosen, accountant,
             Streams.secure() if seed is None else Streams.seeded(seed),
@@ -134,7 +150,10 @@ def train(
                     )
                 codes = _codes(loaded.target, len(loaded.classes))
                 model, report, _ = fit_classifier(loaded.table, codes, loaded.classes, target, plan)
-        _folder.save(out, model.tensors(), model.pipeline(), report, overwrite=overwrite)
+        pipeline = model.pipeline()
+        if isinstance(source, TextFile):
+            pipeline["text"] = source.described()
+        _folder.save(out, model.tensors(), pipeline, report, overwrite=overwrite)
         if kept is not None:
             shutil.rmtree(kept, ignore_errors=True)
     for warning in caught:

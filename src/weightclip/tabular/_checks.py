@@ -204,6 +204,10 @@ _PIPELINE: Rules = {
     "classes": (_plains, "a list of labels"),
     "target_range": (_span, "two numbers [low, high]"),
     "named": (lambda v: isinstance(v, bool), "true or false"),
+    "text": (
+        lambda v: isinstance(v, dict) and set(v) == {"column", "encoder", "sha256"} and _texts(list(v.values())),
+        "an object with column, encoder and sha256",
+    ),
     "inputs": (lambda v: v is None or (_texts(v) and len(set(v)) == len(v)), "a list of column names"),
 }
 _SHIFT: Rules = {
@@ -225,7 +229,7 @@ _PART: Rules = {
 
 def check_pipeline(pipeline: Any, weights: Mapping[str, np.ndarray], where: str) -> None:
     """Refuse, in one line, a pipeline of the wrong shape, or weights that are no finite float32 numbers."""
-    _obey(pipeline, _PIPELINE, where, frozenset({"inputs", "named"}))
+    _obey(pipeline, _PIPELINE, where, frozenset({"inputs", "named", "text"}))
     _obey(pipeline["shift"], _SHIFT, f"{where}: 'shift'")
     names = []
     for i, column in enumerate(pipeline["columns"]):

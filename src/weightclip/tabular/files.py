@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 
@@ -28,6 +28,36 @@ _NESTED = ("list", "large_list", "fixed_size_list", "struct", "map", "union", "d
 MISSING = frozenset({"", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?"})
 
 Block = dict[str, Any]  # column name -> values of some rows
+
+
+class Source(Protocol):
+    """A table that is read in blocks: a file, or one whose columns were made into others on the way."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is, for people."""
+        ...
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its values are text, whose types have to be inferred."""
+        ...
+
+    def blocks(self, columns: Sequence[str] | None = None) -> Iterator[Block]:
+        """Rows, some at a time, by column name."""
+        ...
+
+    def header(self) -> list[str]:
+        """Column names."""
+        ...
+
+    def kinds(self) -> dict[str, Column]:
+        """What is declared of its columns."""
+        ...
+
+    def nested(self) -> set[str]:
+        """Names of columns whose values are lists or records."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -200,7 +230,7 @@ def _ipc(pa: Any, source: Any) -> Any:
         return pa.ipc.open_stream(source)
 
 
-def _refuse_nested(file: File, used: Sequence[str]) -> None:
+def _refuse_nested(file: Source, used: Sequence[str]) -> None:
     nested = [name for name in used if name in file.nested()]
     if nested:
         raise WeightclipError(
@@ -225,7 +255,7 @@ class Loaded:
     inferred: tuple[str, ...]
 
 
-def load(file: File, target: str, schema: Schema, regression: bool = False) -> Loaded:
+def load(file: Source, target: str, schema: Schema, regression: bool = False) -> Loaded:
     """Read a file for training, in blocks; types that neither the schema nor the file declares are inferred.
 
     A text column is numeric if every value in it is a number or missing; a first guess is revised by reading again.
@@ -263,7 +293,7 @@ class _WrongGuess(Exception):
 
 
 def _read(
-    file: File, target: str, used: list[str], schema: Schema, guesses: dict[str, Column], regression: bool
+    file: Source, target: str, used: list[str], schema: Schema, guesses: dict[str, Column], regression: bool
 ) -> Loaded:
     columns = [schema.column(c) or guesses.get(c) or Column(c, "numeric") for c in used]
     coders = {c.name: Coder(c) for c in columns if c.kind == "categorical"}

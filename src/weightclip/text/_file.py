@@ -1,0 +1,114 @@
+"""A table in a file whose text column is replaced by an encoder's numbers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightclip.errors import WeightclipError
+from weightclip.tabular import Column, Schema, canonical
+from weightclip.tabular.files import Block, File
+from weightclip.text._encoder import TextEncoder, load_encoder
+
+RANGE = 0.15
+"""Public range of each number of a vector of length one over some hundred places; what lies beyond is cut."""
+
+
+@dataclass(frozen=True, eq=False)
+class TextFile:
+    """A file seen through an encoder: the columns are the encoder's numbers, and the target where it is asked for.
+
+    Attributes:
+        file: The file.
+        text: Name of the column that holds the text.
+        encoder: What turns it into numbers.
+        shown: Told how many texts are encoded.
+
+    Formal guarantees:
+        A row's numbers are a function of its own text (`TextEncoder.features`); no statistic of the column is read.
+    """
+
+    file: File
+    text: str
+    encoder: TextEncoder
+    shown: Callable[[int], None] | None = None
+
+    is_text = False  # types of its columns are declared, not guessed
+
+    @property
+    def path(self) -> Path:
+        """Where the file is."""
+        return self.file.path
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The encoder's numbers, with their public range."""
+        return tuple(Column(f"{self.text} #{j}", "numeric", -RANGE, RANGE) for j in range(self.encoder.width))
+
+    def header(self) -> list[str]:
+        """Names of its columns: other columns of the file come last."""
+        names = self.file.header()
+        if self.text not in names:
+            near = difflib.get_close_matches(self.text, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"its header names {len(names)} others."
+            raise WeightclipError(f"{self.path} has no column {self.text!r}: {hint}")
+        kind = self.file.kinds().get(self.text)
+        if kind is not None and kind.kind != "categorical":
+            raise WeightclipError(f"{self.path}: column {self.text!r} holds {kind.kind} values, not text.")
+        return [*(c.name for c in self.columns), *(name for name in names if name != self.text)]
+
+    def kinds(self) -> dict[str, Column]:
+        """What is declared of the columns."""
+        others = {name: kind for name, kind in self.file.kinds().items() if name != self.text}
+        return {**{c.name: c for c in self.columns}, **others}
+
+    def nested(self) -> set[str]:
+        """Names of columns that hold lists or records."""
+        return self.file.nested()
+
+    def blocks(self, columns: Sequence[str] | None = None) -> Iterator[Block]:
+        """Rows, some at a time, by column name."""
+        others = [name for name in self.header()[self.encoder.width :] if columns is None or name in columns]
+        done = 0
+        for block in self.file.blocks([self.text, *others]):
+            raw = block[self.text]
+            texts = [canonical(v) for v in (raw if isinstance(raw, list) else raw.tolist())]
+            before = done
+            features = self.encoder.features(texts, lambda i: self._tell(before + i))  # noqa: B023
+            done += len(texts)
+            named = {c.name: features[:, j].astype(np.float64) for j, c in enumerate(self.columns)}
+            yield {**named, **{name: block[name] for name in others}}
+
+    def schema(self, known: Schema, target: str) -> Schema:
+        """What is publicly known, told of the encoder's numbers; columns besides text and target are left out."""
+        if self.text == target:
+            raise WeightclipError(f"column {target!r} cannot be the text and the target.")
+        if known.columns:
+            raise WeightclipError(f"column {known.columns[0].name!r} is described, but --text reads one column alone.")
+        rest = tuple(name for name in self.header()[self.encoder.width :] if name != target)
+        return replace(known, columns=self.columns, ignore=rest)
+
+    def described(self) -> dict[str, str]:
+        """What a model folder keeps of it, so that prediction reads a table the same way."""
+        return {"column": self.text, "encoder": self.encoder.name, "sha256": self.encoder.digest}
+
+    def _tell(self, done: int) -> None:
+        if self.shown is not None:
+            self.shown(done)
+
+
+def from_pipeline(file: File, entry: Mapping[str, Any]) -> TextFile:
+    """The file as a model was trained to read it.
+
+    Raises:
+        WeightclipError: The encoder is missing, or is not the one of training.
+    """
+    encoder = load_encoder(str(entry["encoder"]))
+    if encoder.digest != entry["sha256"]:
+        raise WeightclipError(f"encoder {encoder.name!r} has other weights than the one this model was trained on.")
+    return TextFile(file, str(entry["column"]), encoder)
