@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weightclip.text import ENCODERS, TextEncoder, load_encoder
-from weightclip.text._encoder import Source
+from weightclip.text._encoder import Package
 
 WORDS = ["good", "bad", "fine", "poor", "film", "plot", "a", "the", "and", "very", "not", "long", "dull", "charming"]
 
@@ -43,6 +43,6 @@ def install(folder: Path, patch: pytest.MonkeyPatch, seed: int = 0) -> TextEncod
     tokenizer.post_processor = TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
     tokenizer.save(str(model / "tokenizer.json"))
     patch.setattr(sys, "path", [*sys.path, str(folder)])
-    patch.setitem(ENCODERS, "tiny", Source(name, "tiny-encoder"))
+    patch.setitem(ENCODERS, "tiny", Package(name, "tiny-encoder"))
     load_encoder.cache_clear()
     return load_encoder("tiny")

@@ -12,7 +12,7 @@ from tests import text_kit
 from weightclip import WeightclipError
 from weightclip.text import ENCODERS, TextEncoder, load_encoder, pooled
 from weightclip.text import _encoder as encoder_module
-from weightclip.text._encoder import Source
+from weightclip.text._encoder import Package
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_what_is_missing_is_said_in_one_line(tmp_path, monkeypatch):
     load_encoder.cache_clear()
     with pytest.raises(WeightclipError, match="no encoder 'other'; known: minilm"):
         load_encoder("other")
-    monkeypatch.setitem(ENCODERS, "absent", Source("no_such_encoder_package", "no-such-encoder"))
+    monkeypatch.setitem(ENCODERS, "absent", Package("no_such_encoder_package", "no-such-encoder"))
     with pytest.raises(WeightclipError, match="pip install no-such-encoder"):
         load_encoder("absent")
     text_kit.install(tmp_path, monkeypatch)

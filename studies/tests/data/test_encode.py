@@ -249,6 +249,6 @@ def test_secure_draws_differ_and_seeded_draws_repeat():
 
 
 def test_degenerate_draws_still_give_an_interval():
-    column = data.Column(name="x", kind="numeric", low=0.0, high=10.0)
+    column = data.Feature(name="x", kind="numeric", low=0.0, high=10.0)
     (scaling,), _ = data.PrivateQuantiles(1000.0, seed=0).fit([column], np.full((1000, 1), 4.0))
     assert scaling.low < 4.0 < scaling.high and scaling(np.array([4.0]))[0] == pytest.approx(0.0)

@@ -11,12 +11,12 @@ import pytest
 from weightclip.errors import WeightclipError
 from weightclip_studies import data as sets
 from weightclip_studies.tables import _search, _settings
-from weightclip_studies.tables._search import Budget, Chosen, best_variant, search
+from weightclip_studies.tables._search import Chosen, Effort, best_variant, search
 from weightclip_studies.tables._settings import load_chosen, name_of, parse_name, save_chosen
 from weightclip_studies.tables._space import METHODS, PRIVATE, Choice, Range, our_space, paper_space
 from weightclip_studies.tables._store import Store
 
-TINY = Budget(structures=2, rounds=1, parents=1, each=3, seeds=2, large_seeds=2, finalists=2, final_seeds=3)
+TINY = Effort(structures=2, rounds=1, parents=1, each=3, seeds=2, large_seeds=2, finalists=2, final_seeds=3)
 
 
 @pytest.mark.parametrize("group_norm", [False, True])
@@ -87,7 +87,7 @@ def test_a_killed_search_continues(tmp_path: Path, monkeypatch):
         raise KeyboardInterrupt
 
     store = Store(tmp_path / "s.sqlite")
-    search(store, "breast_cancer", "lip-factors", budget=Budget(2, 0, 1, 3, 2, 2, 1, 1))  # the first stage only
+    search(store, "breast_cancer", "lip-factors", budget=Effort(2, 0, 1, 3, 2, 2, 1, 1))  # the first stage only
     monkeypatch.setattr(_search, "compute_runs", dies)
     with pytest.raises(KeyboardInterrupt):
         search(store, "breast_cancer", "lip-factors", budget=TINY)
@@ -136,4 +136,4 @@ def test_the_committed_settings_were_all_found_with_the_same_budget():
     for dataset, entries in chosen.items():
         assert len(entries) == 2 * len(PRIVATE) + 1, dataset
         for name, entry in entries.items():
-            assert entry.trials == (16 if parse_name(name)[1] else Budget().trials), (dataset, name)
+            assert entry.trials == (16 if parse_name(name)[1] else Effort().trials), (dataset, name)

@@ -167,7 +167,7 @@ def search(
     Example: weightclip-study reproduce search --datasets dropout --methods lip-factors,dp-sgd
     """
     from weightclip_studies import data
-    from weightclip_studies.tables._search import QUICK, Budget
+    from weightclip_studies.tables._search import QUICK, Effort
     from weightclip_studies.tables._settings import adopt as take_over
     from weightclip_studies.tables._settings import combinations, name_of, search_all
     from weightclip_studies.tables._store import Store
@@ -180,7 +180,7 @@ def search(
         raise WeightclipError("--adopt: settings of a quick search are not worth keeping.")
     if quick and settings == _FOUND:
         settings = Path("runs/quick/chosen.json")
-    budget = QUICK if quick else Budget()
+    budget = QUICK if quick else Effort()
     order = sorted(names, key=lambda name: -data.describe(name).rows)
     chosen = {}
     for group_norm in (False, True):  # with it, a search starts from what was chosen without
@@ -201,14 +201,14 @@ def _one_search(store: str, settings: str, dataset: str, method: str, group_norm
     """Worker: the search of one method on one data set."""
     import torch
 
-    from weightclip_studies.tables._search import QUICK, Budget
+    from weightclip_studies.tables._search import QUICK, Effort
     from weightclip_studies.tables._settings import load_chosen, search_one
     from weightclip_studies.tables._store import Store
 
     torch.set_num_threads(1)
     path = Path(settings)
     known = load_chosen(path).get(dataset, {}) if path.exists() else {}
-    search_one(Store(store), known, dataset, method, group_norm, QUICK if quick else Budget())
+    search_one(Store(store), known, dataset, method, group_norm, QUICK if quick else Effort())
 
 
 @app.command()

@@ -20,8 +20,8 @@ from ._encode import encode as encode
 from ._fetch import fetch as fetch
 from ._images import image_names as image_names
 from ._images import load_images as load_images
-from ._schema import Column as Column
-from ._schema import Schema as Schema
+from ._schema import Description as Description
+from ._schema import Feature as Feature
 from ._schema import describe as describe
 from ._schema import names as names
 from ._statistics import FromData as FromData

@@ -9,7 +9,7 @@ import numpy as np
 
 from weightclip.errors import WeightclipError
 
-from ._schema import Column
+from ._schema import Feature
 from ._statistics import PaidQuery, PublicRanges, Scaling, Statistics, transform
 from ._tabular import TabularData
 
@@ -42,7 +42,7 @@ class Encoded:
 class OneHot:
     """Each categorical column becomes one 0/1 feature per public category."""
 
-    def keeps_order(self, column: Column) -> bool:
+    def keeps_order(self, column: Feature) -> bool:
         """Whether a column becomes one number instead of a one-hot block."""
         return False
 
@@ -51,7 +51,7 @@ class OneHot:
 class Ordinal:
     """Ordered categorical columns become one number in [−1, 1] by public rank; the others are one-hot."""
 
-    def keeps_order(self, column: Column) -> bool:
+    def keeps_order(self, column: Feature) -> bool:
         """Whether a column becomes one number instead of a one-hot block."""
         return column.ordered and len(column.categories) > 1
 
@@ -113,7 +113,7 @@ def encode(
     )
 
 
-def _ranks(column: Column, raw: np.ndarray) -> np.ndarray:
+def _ranks(column: Feature, raw: np.ndarray) -> np.ndarray:
     match = raw[:, None] == np.array(column.categories)[None, :]  # records x categories
     scaling = Scaling.interval(0.0, len(column.categories) - 1.0)
     return np.where(match.any(axis=1), scaling(match.argmax(axis=1).astype(np.float64)), 0.0)

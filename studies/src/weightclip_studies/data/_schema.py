@@ -17,7 +17,7 @@ from weightclip.errors import WeightclipError
 
 
 @dataclass(frozen=True)
-class Column:
+class Feature:
     """One attribute of a table, as the public documentation describes it.
 
     Attributes:
@@ -44,7 +44,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Schema:
+class Description:
     """The public description of one tabular set.
 
     Attributes:
@@ -71,7 +71,7 @@ class Schema:
     classes: tuple[str, ...]
     labels: Mapping[str, int]
     dropped: tuple[str, ...]
-    columns: tuple[Column, ...]
+    columns: tuple[Feature, ...]
     licence: str
     attribution: str
     ranges: str
@@ -97,7 +97,7 @@ def names() -> tuple[str, ...]:
 
 
 @functools.cache
-def describe(name: str) -> Schema:
+def describe(name: str) -> Description:
     """The public description of a tabular set; reads no record.
 
     Args:
@@ -110,15 +110,15 @@ def describe(name: str) -> Schema:
         raise WeightclipError(f"unknown data set {name!r}: choose one of {', '.join(names())}")
     raw = dict(_raw()[name])
     columns = tuple(_column(entry) for entry in raw.pop("columns"))
-    return Schema(
+    return Description(
         name=name, columns=columns, classes=tuple(raw.pop("classes")), dropped=tuple(raw.pop("dropped")), **raw
     )
 
 
-def _column(entry: Mapping[str, Any]) -> Column:
+def _column(entry: Mapping[str, Any]) -> Feature:
     if "categories" in entry:
-        return Column(**{**entry, "kind": "categorical", "categories": tuple(entry["categories"])})
-    return Column(**{**entry, "kind": "numeric"})
+        return Feature(**{**entry, "kind": "categorical", "categories": tuple(entry["categories"])})
+    return Feature(**{**entry, "kind": "numeric"})
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import numpy as np
 
 from weightclip.errors import WeightclipError
 
-from ._schema import Column
+from ._schema import Feature
 
 # Exponential-mechanism weights below e^-30 of the largest are raised to it, then all are cut to integers of 80 bits.
 # The raised weight e^-30·max_v exp(c·u(v)) is as stable under one record as the weights themselves, so every ratio
@@ -71,7 +71,7 @@ class Statistics(ABC):
     covered: ClassVar[bool]
 
     @abstractmethod
-    def fit(self, columns: Sequence[Column], rows: np.ndarray) -> tuple[tuple[Scaling, ...], tuple[PaidQuery, ...]]:
+    def fit(self, columns: Sequence[Feature], rows: np.ndarray) -> tuple[tuple[Scaling, ...], tuple[PaidQuery, ...]]:
         """Scalings of the columns, and the private queries that were paid for them.
 
         Args:
@@ -94,7 +94,7 @@ class PublicRanges(Statistics):
 
     covered: ClassVar[bool] = True
 
-    def fit(self, columns: Sequence[Column], rows: np.ndarray) -> tuple[tuple[Scaling, ...], tuple[PaidQuery, ...]]:
+    def fit(self, columns: Sequence[Feature], rows: np.ndarray) -> tuple[tuple[Scaling, ...], tuple[PaidQuery, ...]]:
         return tuple(Scaling.interval(*public_interval(column)) for column in columns), ()
 
     def statement(self) -> str:
@@ -137,7 +137,7 @@ class PrivateQuantiles(Statistics):
         if self.candidates < 2:
             raise WeightclipError(f"PrivateQuantiles: at least 2 candidates are needed, got {self.candidates}")
 
-    def mechanism(self, columns: Sequence[Column]) -> tuple[PaidQuery, ...]:
+    def mechanism(self, columns: Sequence[Feature]) -> tuple[PaidQuery, ...]:
         """The queries that `fit` will answer on these columns; their ε sum to `epsilon`. Reads no record."""
         asked = [(column.name, p) for column in columns if not column.flag for p in self.quantiles]
         return tuple(
@@ -145,7 +145,7 @@ class PrivateQuantiles(Statistics):
             for name, p in asked
         )
 
-    def fit(self, columns: Sequence[Column], rows: np.ndarray) -> tuple[tuple[Scaling, ...], tuple[PaidQuery, ...]]:
+    def fit(self, columns: Sequence[Feature], rows: np.ndarray) -> tuple[tuple[Scaling, ...], tuple[PaidQuery, ...]]:
         queries = self.mechanism(columns)
         random = _Uniform(self.seed)
         scalings = []
@@ -176,7 +176,7 @@ class FromData(Statistics):
 
     covered: ClassVar[bool] = False
 
-    def fit(self, columns: Sequence[Column], rows: np.ndarray) -> tuple[tuple[Scaling, ...], tuple[PaidQuery, ...]]:
+    def fit(self, columns: Sequence[Feature], rows: np.ndarray) -> tuple[tuple[Scaling, ...], tuple[PaidQuery, ...]]:
         finite = np.isfinite(rows)
         count = np.maximum(finite.sum(axis=0), 1)
         center = np.where(finite, rows, 0.0).sum(axis=0) / count
@@ -188,12 +188,12 @@ class FromData(Statistics):
         return "feature statistics taken from private data: not covered by ε"
 
 
-def transform(column: Column, x: np.ndarray) -> np.ndarray:
+def transform(column: Feature, x: np.ndarray) -> np.ndarray:
     """The public transform of a numeric column: sign(x)·log(1 + |x|) where it spans orders of magnitude."""
     return np.sign(x) * np.log1p(np.abs(x)) if column.log else np.asarray(x, dtype=np.float64)
 
 
-def public_interval(column: Column) -> tuple[float, float]:
+def public_interval(column: Feature) -> tuple[float, float]:
     """The public range of a numeric column, after the public transform."""
     low, high = transform(column, np.array([column.low, column.high]))
     return float(low), float(high)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from weightclip.tabular import Column, Schema
 
-from ._schema import Schema as Described
+from ._schema import Description
 
 
-def table_schema(described: Described) -> Schema:
+def table_schema(described: Description) -> Schema:
     """The public columns of a bundled data set (`describe`): kinds, ranges, categories and what is dropped."""
     columns = []
     for c in described.columns:

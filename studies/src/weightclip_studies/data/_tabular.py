@@ -17,7 +17,7 @@ import numpy as np
 
 from weightclip.errors import WeightclipError
 
-from ._schema import Column, Schema, describe
+from ._schema import Description, Feature, describe
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class TabularData:
         target: Class code of each record, int64. Read-only.
     """
 
-    schema: Schema
+    schema: Description
     values: Mapping[str, np.ndarray]
     target: np.ndarray
 
@@ -43,7 +43,7 @@ class TabularData:
         return self.schema.name
 
     @property
-    def columns(self) -> tuple[Column, ...]:
+    def columns(self) -> tuple[Feature, ...]:
         """The attributes, in file order."""
         return self.schema.columns
 
@@ -124,7 +124,7 @@ def split(data: TabularData, seed: int = 0) -> Split:
     return Split(train=order[n_test + n_valid :], valid=order[n_test : n_test + n_valid], test=order[:n_test])
 
 
-def _array(column: Column, raw: tuple[str, ...]) -> np.ndarray:
+def _array(column: Feature, raw: tuple[str, ...]) -> np.ndarray:
     array = np.array(raw) if column.kind == "categorical" else np.array(raw, dtype=np.float64)
     array.setflags(write=False)
     return array

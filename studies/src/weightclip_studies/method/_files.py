@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-Row = Mapping[str, Any]
+Line = Mapping[str, Any]
 
 
-def write_csv(path: Path, rows: Iterable[Row]) -> Path:
+def write_csv(path: Path, rows: Iterable[Line]) -> Path:
     """All rows, with the first one's columns."""
     rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def markdown(rows: Iterable[Row]) -> str:
+def markdown(rows: Iterable[Line]) -> str:
     """A table."""
     rows = list(rows)
     head = list(rows[0])

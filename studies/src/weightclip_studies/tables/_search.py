@@ -22,7 +22,7 @@ SEARCH_SEED, FINAL_SEED = 1000, 2000
 
 
 @dataclass(frozen=True)
-class Budget:
+class Effort:
     """How much is tried, the same for every method.
 
     Attributes:
@@ -51,10 +51,10 @@ class Budget:
         return self.each * (self.structures + self.rounds * self.parents)
 
 
-GROUPED = Budget(structures=0, rounds=0, parents=2)
+GROUPED = Effort(structures=0, rounds=0, parents=2)
 """With group normalisation: around what was chosen without it, with groups and α free; the same for every method."""
 
-QUICK = Budget(structures=2, rounds=1, parents=1, each=2, seeds=2, large_seeds=1, finalists=2, final_seeds=2)
+QUICK = Effort(structures=2, rounds=1, parents=1, each=2, seeds=2, large_seeds=1, finalists=2, final_seeds=2)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def search(
     dataset: str,
     method: str,
     group_norm: bool = False,
-    budget: Budget | None = None,
+    budget: Effort | None = None,
     *,
     space: Space | None = None,
     start: Config | None = None,
@@ -108,7 +108,7 @@ def search(
     Formal guarantees: none for the choice. It reads the validation records freely; what it costs to choose is not part
     of the ε of the tables (as in the paper). ``weightclip tune --accounted`` charges for it.
     """
-    budget = budget or Budget()
+    budget = budget or Effort()
     records = len(prepare(dataset, encoding).parts.train)
     space = space or our_space(method, records, group_norm)
     rng = np.random.default_rng(zlib.crc32(f"{dataset}/{method}/{group_norm}/{encoding}".encode()))

@@ -12,7 +12,7 @@ from typing import Any
 from weightclip.errors import WeightclipError
 from weightclip_studies import data as sets
 
-from ._search import GROUPED, Budget, Chosen, search
+from ._search import GROUPED, Chosen, Effort, search
 from ._space import PRIVATE
 from ._store import Store
 
@@ -60,7 +60,7 @@ def adopt(path: Path) -> Path:
     return place
 
 
-def save_chosen(chosen: dict[str, dict[str, Chosen]], budget: Budget, path: Path) -> None:
+def save_chosen(chosen: dict[str, dict[str, Chosen]], budget: Effort, path: Path) -> None:
     """Write chosen settings with the budget they were found with."""
     body: dict[str, Any] = {
         "command": "weightclip-study reproduce search",
@@ -77,7 +77,7 @@ def search_one(
     dataset: str,
     method: str,
     group_norm: bool,
-    budget: Budget,
+    budget: Effort,
     progress: Callable[[str], None] | None = None,
 ) -> Chosen:
     """Search one method on one data set; with group normalisation around what is ``known`` without it, if it is."""
@@ -92,14 +92,14 @@ def search_all(
     path: Path,
     datasets: Iterable[str] | None = None,
     pairs: Iterable[tuple[str, bool]] | None = None,
-    budget: Budget | None = None,
+    budget: Effort | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Chosen]]:
     """Search every method on every data set; the file is written after each, so that an interruption loses nothing.
 
     With group normalisation a method starts from what was chosen without it, where that is known.
     """
-    budget = budget or Budget()
+    budget = budget or Effort()
     chosen = load_chosen(path) if path.exists() else {}
     datasets, pairs = list(datasets or sets.names()), list(pairs or combinations())
     for method, group_norm in pairs:

@@ -67,7 +67,7 @@ def _checksum(key: str, value: str) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class StoredRow:
     """A finished run."""
 
     key: dict[str, Any]
@@ -207,7 +207,7 @@ class Store:
             missing = [key for key, value in zip(missing, self.get_many(missing), strict=True) if value is None]
         return [value for value in self.get_many(keys) if value is not None]
 
-    def rows(self, **match: Any) -> list[Row]:
+    def rows(self, **match: Any) -> list[StoredRow]:
         """All finished rows whose keys hold the given entries, oldest first."""
         with self._connect() as db:
             raw = db.execute("SELECT key, value, checksum, finished FROM runs ORDER BY finished, hash").fetchall()
@@ -216,7 +216,7 @@ class Store:
             value = _read((text, body, checksum), text)
             key = json.loads(text) if value is not None else {}
             if value is not None and all(key.get(name) == _plain(wanted) for name, wanted in match.items()):
-                rows.append(Row(key, value, finished))
+                rows.append(StoredRow(key, value, finished))
         return rows
 
     def __len__(self) -> int:
