@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from weightclip.cli import assemble, run
 
-COMMANDS = ("reproduce", "tune", "bench", "data", "audit")
+COMMANDS = ("reproduce", "text", "tune", "bench", "data", "audit")
 """In the order ``--help`` shows them."""
 
 app = assemble(
     "weightclip-study",
-    "The experiments behind weightclip: the paper's tables and figures, searches, benchmarks, data sets, audits.",
+    "The experiments behind weightclip: the paper's tables and figures, text, searches, benchmarks, data sets, audits.",
     "weightclip_studies.cli",
     COMMANDS,
 )

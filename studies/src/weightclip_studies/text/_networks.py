@@ -1,0 +1,169 @@
+"""Which part of a pretrained encoder is trained: a head on frozen features, low-rank updates, some layers, or all."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from weightclip.text import TextEncoder, pooled
+from weightclip_studies.text._data import Sentences
+
+LONGEST = 64
+"""Tokens that are read of a sentence: a public shape."""
+
+
+class Part(Protocol):
+    """What is trained."""
+
+    name: str
+
+    def inputs(self, encoder: TextEncoder, data: Sentences) -> Tensor:
+        """Records as the model takes them."""
+        ...
+
+    def model(self, encoder: TextEncoder, seed: int) -> nn.Module:
+        """A model from records to two scores, with its trainable parameters marked."""
+        ...
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear model on the encoder's frozen features."""
+
+    name = "head"
+
+    def inputs(self, encoder: TextEncoder, data: Sentences) -> Tensor:
+        """Vectors of length one."""
+        return torch.from_numpy(encoder.features(data.texts))
+
+    def model(self, encoder: TextEncoder, seed: int) -> nn.Module:
+        """Two scores from a vector."""
+        return _head(encoder.width, seed)
+
+
+class _Tuned:
+    """Parts that need the tokens: the whole encoder runs in every step."""
+
+    def inputs(self, encoder: TextEncoder, data: Sentences) -> Tensor:
+        """Token numbers, zeros behind a sentence's end.  # sentences x LONGEST"""
+        rows = torch.zeros(len(data), LONGEST, dtype=torch.long)
+        for i, text in enumerate(data.texts):
+            ids = encoder.tokens(text)[:LONGEST]
+            rows[i, : len(ids)] = torch.tensor(ids)
+        return rows
+
+    def model(self, encoder: TextEncoder, seed: int) -> nn.Module:
+        """Encoder, mean over tokens, head; frozen but for the head and what `unfreeze` marks."""
+        network = copy.deepcopy(encoder.network).requires_grad_(False)
+        self.unfreeze(network, torch.Generator().manual_seed(seed))
+        return Classifier(network, _head(encoder.width, seed))
+
+    def unfreeze(self, network: nn.Module, generator: torch.Generator) -> None:
+        """Mark what is trained."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Lora(_Tuned):
+    """Low-rank updates of queries and values.
+
+    Attributes:
+        rank: Of each update.
+    """
+
+    rank: int = 8
+    name = "lora"
+
+    def unfreeze(self, network: nn.Module, generator: torch.Generator) -> None:
+        """Put an update beside each projection."""
+        for layer in network.encoder.layer:  # type: ignore[union-attr]
+            attention = layer.attention.self
+            for place in ("query", "value"):
+                setattr(attention, place, LowRank(getattr(attention, place), self.rank, generator))
+
+
+@dataclass(frozen=True)
+class Last(_Tuned):
+    """The last layers as they are.
+
+    Attributes:
+        layers: How many.
+    """
+
+    layers: int = 1
+    name = "last"
+
+    def unfreeze(self, network: nn.Module, generator: torch.Generator) -> None:
+        """Mark their weights; normalisations stay frozen."""
+        for layer in list(network.encoder.layer)[-self.layers :]:  # type: ignore
+            _dense(layer)
+
+
+@dataclass(frozen=True)
+class Full(_Tuned):
+    """Every dense layer of the encoder; embeddings and normalisations stay frozen, which saves noise."""
+
+    name = "full"
+
+    def unfreeze(self, network: nn.Module, generator: torch.Generator) -> None:
+        """Mark them."""
+        _dense(network)
+
+
+class Classifier(nn.Module):
+    """Token numbers to two scores."""
+
+    def __init__(self, encoder: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, head
+
+    def forward(self, ids: Tensor) -> Tensor:  # sentences x tokens -> sentences x 2
+        mask = (ids != 0).long()
+        states = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        return self.head(pooled(states, mask))
+
+
+class LowRank(nn.Module):
+    """A frozen dense layer plus a product of two thin ones: one random, orthonormal and fixed, one trained from zero.
+
+    Because the first is orthonormal and fixed, the input factor of the trained layer is never longer than the input.
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        with torch.no_grad():
+            self.down.weight.copy_(torch.linalg.qr(torch.randn(base.in_features, rank, generator=generator))[0].T)
+            self.up.weight.zero_()
+        self.down.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+    def merged(self) -> nn.Linear:
+        """One dense layer that computes the same."""
+        layer = copy.deepcopy(self.base)
+        with torch.no_grad():
+            layer.weight += self.up.weight @ self.down.weight
+        return layer
+
+
+def _head(width: int, seed: int) -> nn.Linear:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        head = nn.Linear(width, 2)
+        nn.init.normal_(head.weight, std=0.01)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def _dense(network: nn.Module) -> None:
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            module.requires_grad_(True)
