@@ -34,9 +34,14 @@ _UNCOUNTED = (
 
 
 def save(engine: PrivacyEngine, path: Any) -> None:
-    """Write the folder ``path``; what it held before stays whole until the new ledger takes its place."""
+    """Write the folder ``path``; what it held before stays whole until the new ledger takes its place.
+
+    Of several processes the first one writes: all hold the same.
+    """
     if engine.model is None:
         raise ContractError("nothing to save: call make_private first.")
+    if not engine.ranks.first:
+        return
     state = engine.model.state_dict()
     if any(v.is_floating_point() and not bool(torch.isfinite(v).all()) for v in state.values()):
         raise ContractError("weights are not finite: not saved; the last good checkpoint is untouched.")
@@ -93,8 +98,8 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
     """
     if engine.model is None:
         raise ContractError("call make_private with the run's settings first, then load.")
-    ledger, tensors = _read(Path(path))
-    _check_file(engine, ledger)
+    # of several processes the first one reads, and all go on with what it found
+    ledger, tensors, data, nonce = engine.ranks.tell(lambda: _found(engine, Path(path), exact))
     mine = _settings(engine)
     # one count of steps stands for one mechanism; a ledger holds each run's own
     public = () if engine.ledger else ("noise_multiplier", "sample_rate", "expected_batch_size", "mechanism")
@@ -104,10 +109,8 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
                 f"the checkpoint was made with {name} = {ledger['settings'][name]}, this engine has {mine[name]}."
             )
     if exact:
-        streams, resumed = _same_streams(engine, ledger), ledger["resumed"]
+        streams, resumed = _same_streams(engine, ledger, data), ledger["resumed"]
     else:
-        # a nonce no other resume shares: replayed steps never meet noise that was used before
-        nonce = int.from_bytes(os.urandom(7), "little")
         streams, resumed = engine.streams.advance(nonce), ledger["resumed"] + 1
     weights = {k[len("model.") :]: v for k, v in tensors.items() if k.startswith("model.")}
     here = engine.model.state_dict()
@@ -136,6 +139,20 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
         _restore_random_states({k[len("random.") :]: v for k, v in tensors.items() if k.startswith("random.")})
     if engine.uncounted:  # last, so that a warning taken for an error leaves nothing half loaded
         warnings.warn(_UNCOUNTED, UncountedReleases, stacklevel=3)
+
+
+def _found(
+    engine: PrivacyEngine, folder: Path, exact: bool
+) -> tuple[dict[str, Any], dict[str, Tensor], str | None, int]:
+    """A checkpoint of this engine's releases, the data's fingerprint where it matters, and a nonce.
+
+    No other resume shares the nonce: replayed steps never meet noise that was used before.
+    """
+    ledger, tensors = _read(folder)
+    _check_file(engine, ledger)
+    known = exact and not engine.streams.is_secure and ledger["streams"] is not None
+    data = fingerprint(engine, Streams.from_state(ledger["streams"])) if known else None
+    return ledger, tensors, data, int.from_bytes(os.urandom(7), "little")
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -195,7 +212,7 @@ def _settings(engine: PrivacyEngine) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _same_streams(engine: PrivacyEngine, ledger: dict[str, Any]) -> Streams:
+def _same_streams(engine: PrivacyEngine, ledger: dict[str, Any], data: str | None) -> Streams:
     """The saved run's streams, if this engine may continue them."""
     if engine.streams.is_secure or ledger["streams"] is None:
         raise ContractError("exact resume needs generator= in both runs; secure noise is never written.")
@@ -204,10 +221,9 @@ def _same_streams(engine: PrivacyEngine, ledger: dict[str, Any]) -> Streams:
     if engine.steps > ledger["steps"]:
         how = "load it without exact=True" if engine.ledger else "resume exactly with a fresh engine"
         raise ContractError(f"this engine or its ledger is past the checkpoint: {how}.")
-    streams = Streams.from_state(ledger["streams"])
-    if fingerprint(engine, streams) != ledger["data"]:
+    if data != ledger["data"]:
         raise ContractError("the data set differs from the saved run's: the same noise must not meet other data.")
-    return streams
+    return Streams.from_state(ledger["streams"])
 
 
 def fingerprint(engine: PrivacyEngine, streams: Streams) -> str:
@@ -216,13 +232,14 @@ def fingerprint(engine: PrivacyEngine, streams: Streams) -> str:
     dataset = engine.loader.dataset
     tensors = getattr(dataset, "tensors", None)
     for value in tensors if tensors is not None else (dataset[i] for i in range(len(dataset))):  # type: ignore[arg-type]
-        _feed(digest, value)
+        feed(digest, value)
     return digest.hexdigest()
 
 
-def _feed(digest: Any, value: Any) -> None:
+def feed(digest: Any, value: Any) -> None:
+    """Add a record, or any nested value, to a digest."""
     if isinstance(value, Tensor):
-        _feed(digest, value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        feed(digest, value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
     elif isinstance(value, np.ndarray) and value.dtype != object:
         digest.update(f"{value.dtype}{value.shape}".encode())
@@ -230,11 +247,11 @@ def _feed(digest: Any, value: Any) -> None:
     elif isinstance(value, (tuple, list)):
         digest.update(f"{type(value).__name__}{len(value)}".encode())
         for item in value:
-            _feed(digest, item)
+            feed(digest, item)
     elif isinstance(value, dict):
         for key in value:
             digest.update(str(key).encode())
-            _feed(digest, value[key])
+            feed(digest, value[key])
     else:
         digest.update(pickle.dumps(value, protocol=5))
 

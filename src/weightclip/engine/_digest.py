@@ -78,12 +78,11 @@ def settings_digest(engine: PrivacyEngine) -> bytes:
         Runs of one seed that differ in sigma, q, b, bounds, loss, allocation, mechanism, pieces, accounting or model
         have independent draws, masks and noise.
     """
-    release, model = engine.training.release, engine.model
-    assert model is not None
+    release, model = engine.training.release, engine.training.model
     texts = [
         engine.noise_multiplier, engine.loader.sample_rate, engine.expected_batch_size, engine.loader._cutter,
         engine.views, release.grid, engine.bounds, engine.criterion.loss, release.allocation, release.knorm,
-        engine.adjacency, engine.accountant, engine.budget, model,
+        engine.adjacency, engine.accountant, engine.budget, model, *([] if release.exact is None else ["exact sums"]),
     ]  # fmt: skip
     plain = json.dumps([re.sub(r" at 0x[0-9a-f]+", "", repr(text)) for text in texts])
     state = [t for _, t in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items())]

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from weightclip._torch import forward_hooks
 from weightclip.accounting import Adjacency, Ledger, Mechanism, calibrate_sigma, epsilon
 from weightclip.certificate import KNOWN, Bounds, Certificate, OpenPlan, Plan, build_plan, numerics_for
+from weightclip.distributed import SharedLedger, find_ranks, refuse_parallel
 from weightclip.engine import _checkpoint, _report
 from weightclip.engine._checkpoint_checks import readable
 from weightclip.engine._criterion import PrivateCriterion
@@ -24,6 +25,7 @@ from weightclip.engine._gate import OutputGate
 from weightclip.engine._install import install, output_shape, refuse_unused, size_up, test_records, uninstall
 from weightclip.engine._projection import InputProjection
 from weightclip.engine._step import Training
+from weightclip.engine._together import agree_on_run, share_weights
 from weightclip.engine._validate import (
     check_accounting,
     check_grid,
@@ -36,8 +38,8 @@ from weightclip.engine._validate import (
 )
 from weightclip.errors import BudgetSpent, ContractError, WeightclipError
 from weightclip.losses import recognise
-from weightclip.noise import Allocation, Entrywise, Equal, KNorm, Release, Streams, calibrate_epsilon0
-from weightclip.sampling import TAIL, PoissonLoader, model_draws
+from weightclip.noise import Allocation, Entrywise, Equal, GridSums, KNorm, Release, Streams, calibrate_epsilon0
+from weightclip.sampling import TAIL, PoissonLoader, Share, model_draws
 
 
 class PrivacyEngine:
@@ -63,7 +65,8 @@ class PrivacyEngine:
             raise WeightclipError(f"accountant must be 'pld' or 'rdp', got {accountant!r}.")
         self.accountant = accountant
         self.model: nn.Module | None = None
-        self._ledger = None if ledger is None else Ledger(ledger, ledger_block)
+        self.ranks = find_ranks()  # the processes that train together
+        self._ledger = None if ledger is None else self.ranks.ledger(ledger, ledger_block)
         self.steps = 0 if self._ledger is None else self._ledger.charges  # also those of abandoned or killed runs
         self.budget: int | None = None
         self.views, self.loss_scale, self.b_max = 1, 1.0, 0
@@ -94,6 +97,7 @@ class PrivacyEngine:
         loss_scale: float = 1.0,
         example: Any = None,
         strict: bool = False,
+        exact_sums: bool = False,
     ) -> tuple[nn.Module, torch.optim.Optimizer, PoissonLoader, PrivateCriterion]:
         """Make training private with a given noise multiplier.
 
@@ -123,6 +127,11 @@ class PrivacyEngine:
                 labels); a tuple or mapping gives several. Only shapes are read.
             strict: Every physical batch has one public shape and records take secret random rows of it, so that
                 kernels whose rounding depends on the shape or on a record's place are covered too; padding costs time.
+            exact_sums: Sums of physical batches are added as integers on a public grid, in whatever order: with
+                max_physical_batch_size and a seed, one and several processes release the same bits.
+
+        Under torch.distributed all processes call this with the same arguments, the plain model and the whole data set;
+        batch sizes are those of all processes together. Every process starts from the weights of rank 0.
 
         Returns:
             (module, optimizer, loader, criterion).
@@ -132,22 +141,28 @@ class PrivacyEngine:
         """
         if self.model is not None:
             raise ContractError("this engine already trains a model: use a new PrivacyEngine.")
+        self.ranks.check()
+        refuse_parallel(module)
         self.device = check_model(module)
         if engine_of(module) is not None:
             raise ContractError("the model is already private: call detach() on its engine first.")
         check_optimizer(module, optimizer)
+        share_weights(self.ranks, module)
         self.bounds = (bounds or Bounds()).chosen()
-        self.streams = Streams.secure() if generator is None else Streams.seeded(generator)
+        self.streams = (Streams.secure() if generator is None else Streams.seeded(generator)).shared(self.ranks.tell)
         batch = getattr(data_loader, "batch_size", None) if expected_batch_size is None else expected_batch_size
         self.noise_multiplier, self.expected_batch_size = check_numbers(noise_multiplier, 1 if batch is None else batch)
         self.loader = PoissonLoader(
             data_loader, sample_rate=sample_rate, streams=self.streams, steps_left=self.steps_left,
             expected_batch_size=self.expected_batch_size, max_physical_batch_size=max_physical_batch_size,
             strict=strict, number=lambda: self.steps, on_batch=lambda info: self.training.hand_out(info),
+            share=Share(self.ranks.rank, self.ranks.count),
         )  # fmt: skip
         self.adjacency = check_accounting(self.accountant, adjacency, self.loader.sample_rate)
         self.views, self.b_max = check_views(augmentation_multiplicity), self.loader.b_max
         self.loss_scale = check_scale(loss_scale)
+        if exact_sums and mechanism is not None:
+            raise WeightclipError("exact_sums allows for rounding in the l2 norm of Gaussian noise: drop mechanism.")
         if self.bounds.adaptive is not None and (mechanism is not None or self.bounds.joint_cap is not None):
             raise WeightclipError(
                 "Bounds.adaptive follows layer radii and caps under Gaussian noise: drop joint_cap and mechanism."
@@ -159,7 +174,7 @@ class PrivacyEngine:
         release = Release(
             plan, allocation or Equal(), self.noise_multiplier, self.expected_batch_size, [1.0] * len(plan.layers),
             in_pieces=max_physical_batch_size is not None, views=self.views, grid=check_grid(release_grid),
-            knorm=mechanism,
+            knorm=mechanism, exact=GridSums(self.b_max * self.views, self.loader.pieces_of_all) if exact_sums else None,
         )  # fmt: skip
         products = {path: self.bounds.product.resolve(module.get_submodule(path), self.device) for path in plan.layers}
         entrywise = None if mechanism is None else Entrywise(loss, mechanism.p)
@@ -191,6 +206,7 @@ class PrivacyEngine:
         training.tested[key] = tested
         sensitivity, release = training.sensitivity, training.release
         release.scales(release.sensitivities(sensitivity.evaluate()))
+        agree_on_run(self)
         if self._ledger is not None:
             self._ledger.begin(self._mechanism(1), self.adjacency, TAIL, _report.public_constants(self))
         training.clip()
@@ -224,6 +240,7 @@ class PrivacyEngine:
         sigma = 1 / calibrate_epsilon0(*spend) if settings.get("mechanism") else calibrate_sigma(*spend)
         if self._ledger is not None:
             sigma = self._ledger.sigma_within(sigma, bool(settings.get("mechanism")), *spend)
+        sigma = self.ranks.tell(functools.partial(float, sigma))  # calibrated alike everywhere, to the last bit
         self.budget = max(steps, self.steps)
         self.target_epsilon, self.target_delta = target_epsilon, target_delta
         return self.make_private(data_loader=data_loader, noise_multiplier=sigma, **settings)
@@ -258,7 +275,7 @@ class PrivacyEngine:
         return self.training.plan
 
     @property
-    def ledger(self) -> Ledger | None:
+    def ledger(self) -> Ledger | SharedLedger | None:
         """The file that counts the releases, if there is one."""
         return self._ledger
 

@@ -70,7 +70,8 @@ class FusedStep:
         # a graph would draw a model's masks from a generator whose seed the user knows, and a seeded run's noise is
         # keyed by the sum, which is not there before the launch
         drawn_before = engine.noise_multiplier == 0 or not engine.streams.needs_content
-        self.on = engine.device.type == "cuda" and plain and drawn_before and not t.draws
+        alone = engine.ranks.count == 1 and t.release.exact is None
+        self.on = engine.device.type == "cuda" and plain and alone and drawn_before and not t.draws
         self._runs: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, _Recorded] = {}
         self._buffers: dict[Hashable, _Inputs] = {}

@@ -185,6 +185,8 @@ def size_up(t: Training) -> None:
         entry.uses = count
     physical = t.engine.loader.piece_size
     slack = sum_slack(plan, t.products, t.engine.b_max, physical, t.engine.views)
+    if t.release.exact is not None:
+        slack = [s * t.release.exact.slack(sum(t.release.dims)) for s in slack]
     t.release.slack, shares = with_room(plan, slack)
     t.sensitivity.forget()
     if t.engine.bounds.adaptive is not None and t.quantiles is None:

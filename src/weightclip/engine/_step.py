@@ -23,6 +23,7 @@ from weightclip.engine._digest import tensors_digest
 from weightclip.engine._example import Call
 from weightclip.engine._gate import Argument, Entrance, OutputGate, Passage
 from weightclip.engine._sensitivity import Sensitivities
+from weightclip.engine._together import agree_on_step
 from weightclip.engine._watch import Watch, refuse_stray_gradients
 from weightclip.errors import ContractError
 from weightclip.factors import Collector, Limits, Product
@@ -158,6 +159,7 @@ class Training:
             if self.draw is None:
                 self.drop()  # empty, unless a step was interrupted between its charge and its end
                 self.sensitivity.update(*settings)
+                self.release.begin(self.sensitivity.values)
                 self.draw = Draw(info.draw, settings)
             elif grown:  # what is allowed for rounding; limits themselves are constants
                 self.sensitivity.update(*settings)
@@ -245,6 +247,7 @@ class Training:
             self._broken = None if self.info is None else self.info.draw
             self.drop()
             raise
+        self.release.end_batch()
         draw.ready = True
 
     def run_backward(self, passage: Passage, leaves: Sequence[Tensor], mask: Tensor | None = None) -> None:
@@ -304,26 +307,49 @@ class Training:
     def spend(self, release: Callable[[int], None]) -> None:
         """Charge one release of the present draw, then make it: a second one would be no fresh sample.
 
-        Charge first: an interruption after that line may waste budget but never hides a release.
+        Charge first: an interruption after that line may waste budget but never hides a release. Several processes
+        first see that they are at the same step.
         """
         self.draw = self.info = None  # a charge that fails leaves no draw half spent
+        agree_on_step(self)
         release(self.engine.charge())
 
     def _release(self, step: int) -> None:
-        streams = self.engine.streams.for_release(step, self.content)
-        self.release.release(self.sensitivity.values, streams, step, self.sensitivity.factors)
-        if self.quantiles is not None:
-            self.quantiles.release(streams, step)
+        """Sums of all processes, then noise: made once, by the first, whose release all of them get.
+
+        Noise that every process made for itself would have to be the same to the last bit: were it not, one sum would
+        be out under two noises. It is scaled for the largest sensitivities, should a process have seen other shapes.
+        """
+        ranks, release, found = self.engine.ranks, self.release, self.sensitivity
+        counts, limits = ([], []) if self.quantiles is None else (self.quantiles.counts(), self.quantiles.limits())
+        with ranks.together():
+            values = found.values
+            if ranks.count > 1:
+                values = ranks.largest(values)
+                for count in counts:
+                    ranks.sum_to_first(count)
+                release.exchange(ranks.sum_to_first)
+            if ranks.first:
+                streams = self.engine.streams.for_release(step, self.content)
+                factors = found.factors if values is found.values else None
+                flat, views = release.noisy(values, streams, step, factors)
+                if self.quantiles is not None:
+                    self.quantiles.release(streams, step)
+            else:
+                flat, views = release.room()
+                self.drop()
+            ranks.spread([flat, *limits])
+            release.hand_out(views)
 
     def mask_key(self, call: int) -> bytes:
         """The secret key of what the model draws in its ``call``-th pass over the present piece."""
-        piece = -1 if self.info is None else self.info.piece
+        piece = -1 if self.info is None else self.info.place
         return self.engine.streams.key(FORWARD, self.engine.steps, piece, call)
 
     def content(self) -> bytes:
         """What the noise of a seeded run is keyed by: weights, limits, and the sums that it is added to."""
         counts = [] if self.quantiles is None else self.quantiles.tensors()
-        content = (*self.release.parameters, *self.model.buffers(), *self.release.sums, *counts)
+        content = (*self.release.parameters, *self.model.buffers(), *self.release.collected(), *counts)
         return tensors_digest(content, self.engine.streams.key("weightclip/digest"))
 
     def after_step(self, *_: Any) -> None:

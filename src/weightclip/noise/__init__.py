@@ -6,6 +6,7 @@ Imports `accounting`, `bounds`, `certificate`, `factors` and `losses`; used by `
 from __future__ import annotations
 
 from weightclip.noise._adaptive import Quantiles as Quantiles
+from weightclip.noise._grid import GridSums as GridSums
 from weightclip.noise._knorm import Entrywise as Entrywise
 from weightclip.noise._knorm import KNorm as KNorm
 from weightclip.noise._knorm import calibrate_epsilon0 as calibrate_epsilon0

@@ -109,9 +109,17 @@ class Quantiles:
             limit.copy_((limit * move).clamp(_LOWEST, _HIGHEST))
         self.clear()
 
+    def counts(self) -> list[Tensor]:
+        """The counts of the present draw."""
+        return [module._wc_counter.sums for module in self.modules.values()]
+
+    def limits(self) -> list[Tensor]:
+        """The limits in force."""
+        return [module._wc_limits for module in self.modules.values()]
+
     def tensors(self) -> list[Tensor]:
-        """The counts of the present draw and the limits in force."""
-        return [t for module in self.modules.values() for t in (module._wc_counter.sums, module._wc_limits)]
+        """Counts and limits."""
+        return [t for pair in zip(self.counts(), self.limits(), strict=True) for t in pair]
 
     def limit(self, field: str, path: str) -> float | Tensor | None:
         """The limit in force, as a number on the CPU and as a tensor elsewhere (nothing waits); None: not adapted."""

@@ -15,6 +15,7 @@ from weightclip._torch import ConvNd, add_all_, multiply_all_, norms_of_all, spl
 from weightclip.certificate import Evaluation, OpenPlan, Plan, Use
 from weightclip.factors import Product, tile_rounding, trained
 from weightclip.factors.kernels import fits, scale_blocks_
+from weightclip.noise._grid import GridSums
 from weightclip.noise._knorm import KNorm, fill_, spread
 from weightclip.noise._mechanisms import Allocation, floored, floored_at, joint_multiplier, round_release_
 from weightclip.noise._streams import NOISE, Streams
@@ -48,8 +49,9 @@ class Release:
     def __init__(
         self, plan: Plan | OpenPlan, allocation: Allocation, sigma: float, batch: float, slack: Sequence[float],
         in_pieces: bool = False, views: int = 1, grid: float | None = None, knorm: KNorm | None = None,
+        exact: GridSums | None = None,
     ) -> None:  # fmt: skip
-        self.views, self.grid, self.knorm = views, grid, knorm
+        self.views, self.grid, self.knorm, self.exact = views, grid, knorm, exact
         self.plan, self.allocation, self.sigma, self.batch, self.slack = plan, allocation, sigma, batch, list(slack)
         self.blocks: list[Block] = []
         self.dims: list[int] = []
@@ -87,6 +89,8 @@ class Release:
     def clear(self) -> None:
         """Forget the sum of an abandoned or released step."""
         self.sums = [None] * len(self.blocks)
+        if self.exact is not None:
+            self.exact.clear()
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a gradient to the sum; the tensor is kept, and never written to."""
@@ -94,6 +98,38 @@ class Release:
         if gradient.dtype != self.sum_dtype:
             gradient = gradient.to(self.sum_dtype)
         self.sums[index] = gradient if before is None else before + gradient
+
+    def begin(self, sensitivities: Tensor) -> None:
+        """A new draw, limited to these sensitivities."""
+        if self.exact is not None:
+            values = sensitivities.tolist()
+            self.exact.begin([values[b.layer] / b.beta for b in self.blocks])
+
+    @torch.no_grad()
+    def end_batch(self) -> None:
+        """The sums of a physical batch are complete: on a grid they join those of the others as integers."""
+        if self.exact is not None:
+            self.exact.add(self.sums)
+            self.sums = [None] * len(self.blocks)
+
+    def collected(self) -> list[Tensor | None]:
+        """The sums so far: of type int64 on a grid."""
+        return self.sums if self.exact is None else self.exact.totals
+
+    @torch.no_grad()
+    def exchange(self, add_up: Callable[[Tensor], None]) -> None:
+        """Put the sum over several processes in the place of this one's; ``add_up`` adds in place."""
+        kind = torch.int64 if self.exact is not None else torch.float64
+        flat = torch.zeros(sum(self.sizes), dtype=kind, device=self.device)
+        views = self.split(flat)
+        for view, total in zip(views, self.collected(), strict=True):
+            if total is not None:
+                view.copy_(total)
+        add_up(flat)
+        if self.exact is None:
+            self.sums = list(views)
+        else:
+            self.exact.totals = list(views)
 
     def sensitivities(self, evaluations: dict[str, Evaluation]) -> Tensor:
         """Delta_k of every layer, slack and floor included: float64, on the CPU where all are plain numbers."""
@@ -172,7 +208,17 @@ class Release:
         :meth:`factors` for the same sensitivities, ``noise`` that of :meth:`noise` for the same arguments, if they are
         at hand. Returns the gradients in one piece (before a pull-back).
         """
-        sums = self.sums
+        released, views = self.noisy(sensitivities, streams, step, factors, noise)
+        self.hand_out(views)
+        return released
+
+    @torch.no_grad()
+    def noisy(
+        self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None,
+        noise: tuple[Tensor, list[Tensor]] | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """What is released: (G + s_k N(0, I))/b of all parameters in one piece, and each one's part of it."""
+        sums = self.sums if self.exact is None else self.exact.values()
         self.clear()  # first of all: whatever interrupts this release, no later one holds these records again
         released, views = self.noise(sensitivities, streams, step, factors) if noise is None else noise
         pairs = [(view, total) for view, total in zip(views, sums, strict=True) if total is not None]
@@ -181,18 +227,26 @@ class Release:
         released.div_(self.batch * self.views)
         if self.grid is not None:
             round_release_(released, self.grid)
+        return released, views
+
+    def room(self) -> tuple[Tensor, list[Tensor]]:
+        """Room for noise, or for what another process releases: all parameters in one piece, and each one's part."""
+        flat = torch.empty(sum(self.sizes), dtype=self.noise_dtype, device=self.device)
+        return flat, self.split(flat)
+
+    @torch.no_grad()
+    def hand_out(self, views: Sequence[Tensor]) -> None:
+        """Set every ``parameter.grad`` to its part of what is released."""
         for view, block in zip(views, self.blocks, strict=True):
             gradient = view if block.pull_back is None else block.pull_back(view)
             block.parameter.grad = gradient.to(block.parameter.dtype)
-        return released
 
     @torch.no_grad()
     def noise(
         self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """The noise of one step's sum: all parameters in one piece, and each one's part of it; zeros without noise."""
-        noise = torch.empty(sum(self.sizes), dtype=self.noise_dtype, device=self.device)
-        views = self.split(noise)
+        noise, views = self.room()
         if self.sigma > 0:
             self._draw(noise, views, sensitivities, streams, step, factors)
         else:

@@ -114,6 +114,15 @@ class Streams:
         root = hashlib.blake2b(struct.pack("<Q", seed), digest_size=32, person=b"wclip-seeded").digest()
         return cls(root, seed=seed)
 
+    def shared(self, tell: Callable[[Callable[[], bytes]], bytes]) -> Streams:
+        """Streams of all processes of a run: those of the first one, which ``tell`` hands to the others.
+
+        Formal guarantees:
+            Draws and masks of all processes come from one root, which exists in their memory and in their messages
+            alone. Noise is not drawn from it by several processes: one makes it, for all.
+        """
+        return Streams(tell(lambda: self._root), path=self._path) if self.is_secure else self
+
     def child(self, label: str, *ints: int) -> Streams:
         """Streams of their own for a part of a run, as secure as these."""
         return Streams(self.key(label, *ints), seed=self._seed)

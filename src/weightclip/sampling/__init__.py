@@ -18,3 +18,4 @@ from weightclip.sampling._loader import PoissonLoader as PoissonLoader
 from weightclip.sampling._randomness import FORWARD as FORWARD
 from weightclip.sampling._randomness import ForwardRandomness as ForwardRandomness
 from weightclip.sampling._randomness import model_draws as model_draws
+from weightclip.sampling._share import Share as Share

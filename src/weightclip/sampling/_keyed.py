@@ -35,7 +35,7 @@ class Wanted(NamedTuple):
     def of(cls, piece: Piece, key: bytes, rows: int | None) -> Wanted:
         """What is to be loaded for a piece; one without records loads record 0 for its shapes, and is blanked."""
         some = piece.indices.size > 0
-        return cls(piece.indices.tolist() or [0], piece.slots if some else None, rows, key, piece.number)
+        return cls(piece.indices.tolist() or [0], piece.slots if some else None, rows, key, piece.place)
 
     def stream(self, label: bytes, number: int) -> bytes:
         """The key of one record, or of one piece."""

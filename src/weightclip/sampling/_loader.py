@@ -22,9 +22,11 @@ from weightclip.sampling._draws import largest_batch
 from weightclip.sampling._draws import poisson_indices as poisson_indices
 from weightclip.sampling._keyed import Feed, KeyedCollate, KeyedRecords, Wanted
 from weightclip.sampling._pieces import Cutter, Piece
+from weightclip.sampling._share import Share
 
 SLOTS = "weightclip/slots"
 RECORDS = "weightclip/records"
+_ALL = Share()
 _TWO_PASSES = "another pass over the loader has begun: leave one pass before the next begins"
 
 
@@ -38,6 +40,7 @@ class BatchInfo:
         last: whether the draw ends with this piece; only then may a step be released.
         mask: (rows,) bool tensor, True where a row is a real record; None when all rows are.
         rows: number of rows of the tensors.
+        place: number of this physical batch within the whole draw, of which other processes may run other pieces.
     """
 
     draw: int
@@ -45,6 +48,7 @@ class BatchInfo:
     last: bool
     mask: Tensor | None
     rows: int
+    place: int = 0
 
 
 class PoissonLoader:
@@ -75,6 +79,8 @@ class PoissonLoader:
         steps_left: asked before each draw; 0 ends the pass (with a warning, once), None means no limit.
         number: asked before each draw for its number; None: draws are counted.
         on_batch: called with the :class:`BatchInfo` of each piece right before it is handed out.
+        share: which pieces of every draw this process runs, if several share the draws; all of them have the same data
+            set and the same streams.
 
     Attributes:
         dataset: the user's data set.
@@ -97,6 +103,7 @@ class PoissonLoader:
         steps_left: Callable[[], int | None] = lambda: None,
         number: Callable[[], int] | None = None,
         on_batch: Callable[[BatchInfo], None],
+        share: Share = _ALL,
     ) -> None:
         n, batch_size = _check_loader(data_loader)
         q = min(1.0, batch_size / n) if sample_rate is None else float(sample_rate)
@@ -116,9 +123,10 @@ class PoissonLoader:
         self._n = n
         self._draws_per_pass = max(1, round(min(1.0 / q, 2.0**62)))
         most = n if q == 1.0 else self.b_max
-        rows = most if strict and size is None else size
+        rows = share.rounds(most) if strict and size is None else size
         self._piece_size = size
-        self._cutter = Cutter(rows, 1 if rows is None else -(-most // rows), strict)
+        self._cutter = Cutter(rows, 1 if rows is None else -(-most // rows), strict, share.ranks)
+        self._share = share
         self.streams = streams
         self._steps_left = steps_left
         self._number = number
@@ -145,8 +153,13 @@ class PoissonLoader:
 
     @property
     def pieces(self) -> int:
-        """Physical batches of every draw, a public constant."""
-        return self._cutter.count
+        """Physical batches of every draw in this process, a public constant."""
+        return self._share.rounds(self.pieces_of_all)
+
+    @property
+    def pieces_of_all(self) -> int:
+        """Physical batches of every draw in all processes together."""
+        return self._cutter.pieces_of(0)
 
     def __iter__(self) -> Iterator[Any]:
         mine, self._pass = object(), None
@@ -202,7 +215,7 @@ class PoissonLoader:
             drawn = None if self.sample_rate == 1.0 else self.indices(t)
             total = self._n if drawn is None else drawn.size
             rng = self.streams.numpy(SLOTS, t) if self._cutter.shuffled else None
-            yield from self._cutter.cut(t, drawn, total, rng)
+            yield from self._share.of(self._cutter.cut(t, drawn, total, rng))
 
     def _batches(self, pieces: Iterator[Piece]) -> Iterator[tuple[int, Any]]:
         """Batches in the order of `pieces`, padded, each with the number of records found in it."""
@@ -242,7 +255,7 @@ class PoissonLoader:
             mask = torch.zeros(rows, dtype=torch.bool)
             mask[slice(real) if piece.slots is None else torch.from_numpy(piece.slots)] = True
             mask = mask if leaf is None else mask.to(leaf.device)
-        return BatchInfo(self._begun, piece.number, piece.last, mask, rows), batch
+        return BatchInfo(self._begun, piece.number, piece.last, mask, rows, piece.place), batch
 
     def _spent(self) -> bool:
         if self._steps_left() != 0:
@@ -294,7 +307,10 @@ def _check_loader(loader: DataLoader) -> tuple[int, int]:
     sampler: Any = loader.sampler
     shuffled = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == n
     if not (shuffled or type(sampler) is SequentialSampler) or sampler.data_source is not loader.dataset:
-        raise WeightclipError("data_loader has a custom sampler: draws must be Poisson; use shuffle=True instead")
+        raise WeightclipError(
+            "data_loader has a custom sampler (a DistributedSampler, say): draws must be Poisson, and all processes "
+            "share them; use shuffle=True instead"
+        )
     return n, loader.batch_size
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ class Piece(NamedTuple):
     last: bool
     indices: np.ndarray  # records, empty where the piece has none
     slots: np.ndarray | None  # the row of each record; None: the first rows
+    place: int = 0  # its number in the whole draw, where several processes share one
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,10 @@ class Cutter:
     """Cuts draws into pieces; their number is a public constant.
 
     Attributes:
-        size: Rows of a piece at most, and exactly where ``shuffled``; None: a draw is one piece.
+        size: Rows of a piece at most, and exactly where ``shuffled``; None: a draw is dealt out to ``hands`` pieces.
         count: Pieces of every draw; one that does not fit gets more and is never truncated.
         shuffled: Whether records take rows by a uniform random injection into all rows of the draw.
+        hands: Pieces of a draw without a ``size``, as equal as can be: one for each process.
 
     Formal guarantees:
         A draw of at most ``size * count`` records yields ``count`` pieces, whatever it holds: what a loop does once per
@@ -37,10 +39,11 @@ class Cutter:
     size: int | None
     count: int
     shuffled: bool = False
+    hands: int = field(default=1, repr=False)  # no setting of the run: it may change on resume
 
     def pieces_of(self, total: int) -> int:
         """The number of pieces of a draw of ``total`` records."""
-        return 1 if self.size is None else max(self.count, -(-total // self.size))
+        return self.hands if self.size is None else max(self.count, -(-total // self.size))
 
     def cut(self, draw: int, drawn: np.ndarray | None, total: int, rng: np.random.Generator | None) -> Iterator[Piece]:
         """The pieces of a draw; without ``drawn`` it is 0, ..., total - 1, which is never held as a whole."""
@@ -48,10 +51,12 @@ class Cutter:
         if self.shuffled:
             yield from self._scattered(draw, np.arange(total) if drawn is None else drawn, count, rng)
             return
-        size = self.size or max(1, total)
         for number in range(count):
-            low, high = min(number * size, total), min((number + 1) * size, total)
-            part = np.arange(low, high) if drawn is None else drawn[low:high]
+            if self.size is None:
+                part = np.arange(number, total, self.hands) if drawn is None else drawn[number :: self.hands]
+            else:
+                low, high = min(number * self.size, total), min((number + 1) * self.size, total)
+                part = np.arange(low, high) if drawn is None else drawn[low:high]
             yield Piece(draw, number, number == count - 1, part, None)
 
     def _scattered(

@@ -1,0 +1,191 @@
+"""The processes of one run, behind one interface: :class:`Ranks` is a single one, :class:`ManyRanks` several."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weightclip.accounting import Ledger
+from weightclip.errors import ContractError
+
+if TYPE_CHECKING:
+    from weightclip.distributed._ledger import SharedLedger
+
+T = TypeVar("T")
+Facts = Mapping[str, bytes]
+_FACTS = 8  # at most, in one message of a fixed size
+_LATE = "call torch.distributed.init_process_group() before PrivacyEngine(), and keep the group until training ends."
+
+
+class Ranks:
+    """One process: nobody to agree with, nothing to exchange.
+
+    Attributes:
+        rank: Number of this process; 0 holds the ledger, makes the noise and writes checkpoints.
+        count: Number of processes.
+    """
+
+    rank, count = 0, 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process charges and makes the noise."""
+        return self.rank == 0
+
+    def check(self) -> None:
+        """Raise if the group of processes is not the one that the engine was made in."""
+        if _world() != self.count:
+            raise ContractError(f"processes came or went after the engine was made: {_LATE}")
+
+    def ledger(self, path: Any, block: int) -> Ledger | SharedLedger:
+        """The ledger of the run."""
+        return Ledger(path, block)
+
+    def agree(self, facts: Callable[[], Facts]) -> None:
+        """Stop every process unless all have the same facts."""
+
+    def tell(self, make: Callable[[], T]) -> T:
+        """What rank 0 makes, on every rank; where it fails, it fails everywhere."""
+        return make()
+
+    def sum_to_first(self, tensor: Tensor) -> None:
+        """On rank 0, in place: the sum over all ranks. What the others hold afterwards means nothing."""
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """In place: what rank 0 holds."""
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Entry by entry the largest of all ranks."""
+        return values
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Work that all ranks finish, or none of them goes on."""
+        yield
+
+
+class ManyRanks(Ranks):
+    """The processes of torch.distributed's default group.
+
+    Formal guarantees:
+        Nothing is drawn at random here. A message that did not arrive, or work that one rank left half-way, leaves the
+        rank unable to exchange anything more: no later message can be taken for an earlier one. What :meth:`tell` sends
+        exists when rank 0 has made it: a charge is durable before any other rank hears of it.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self._kinds = dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl"
+        self._lost, self._inside = False, False
+        on_cpu = "cpu:" in self._kinds
+        self._device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+    def ledger(self, path: Any, block: int) -> SharedLedger:
+        from weightclip.distributed._ledger import SharedLedger
+
+        return SharedLedger(self, path, block)
+
+    def agree(self, facts: Callable[[], Facts]) -> None:
+        mine = facts()
+        assert len(mine) < _FACTS
+        values = [",".join(mine).encode(), *mine.values()]
+        digests = [hashlib.blake2b(value, digest_size=8).digest() for value in values]
+        packet = np.frombuffer(b"".join(digests).ljust(8 * _FACTS, b"\0"), dtype="<i8").astype(np.int64)
+        sent = torch.from_numpy(packet).to(self._device)
+        found = [torch.empty_like(sent) for _ in range(self.count)]
+        with self.together():
+            dist.all_gather(found, sent)
+        table = torch.stack(found).cpu()
+        for column, name in enumerate(["what comes next", *mine]):
+            other = [rank for rank in range(self.count) if table[rank, column] != table[0, column]]
+            if other:
+                self._lost = True
+                raise ContractError(
+                    f"rank {self.rank} stops: ranks disagree on {name} (rank {', '.join(map(str, other))} and rank 0): "
+                    "run the same script with the same arguments on all of them; nothing was released."
+                )
+
+    def tell(self, make: Callable[[], T]) -> T:
+        failure: BaseException | None = None
+        word: list[Any] = [None, None]
+        if self.first:
+            try:
+                word = [make(), None]
+            except BaseException as error:  # the others must hear of it before it goes on its way
+                failure, word = error, [None, f"{type(error).__name__}: {error}"]
+        with self.together():
+            dist.broadcast_object_list(word, src=0, device=self._device)
+        if failure is not None:
+            raise failure
+        if word[1] is not None:
+            raise ContractError(f"rank {self.rank} stops with rank 0 ({word[1]}).")
+        return word[0]
+
+    def sum_to_first(self, tensor: Tensor) -> None:
+        with self.together():
+            self._on_a_device(tensor, lambda t: dist.reduce(t, dst=0, op=dist.ReduceOp.SUM))
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        with self.together():
+            for tensor in tensors:
+                self._on_a_device(tensor, lambda t: dist.broadcast(t, src=0))
+
+    def largest(self, values: Tensor) -> Tensor:
+        found = values.detach().clone()
+        with self.together():
+            self._on_a_device(found, lambda t: dist.all_reduce(t, op=dist.ReduceOp.MAX))
+        return found
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, everything must go well: whatever interrupts it ends the exchange between ranks for good."""
+        if self._inside:
+            yield
+            return
+        if self._lost:
+            raise ContractError(
+                f"rank {self.rank} has lost the other ranks, or left them waiting: start all of them again and resume."
+            )
+        self._lost = self._inside = True
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, ContractError):
+                raise
+            text = " ".join(str(error).split())[:200]
+            raise ContractError(
+                f"rank {self.rank} has lost the other ranks ({text}): start all of them again and resume."
+            ) from error
+        finally:
+            self._inside = False
+        self._lost = False
+
+    def _on_a_device(self, tensor: Tensor, exchange: Callable[[Tensor], Any]) -> None:
+        """Exchange a tensor where a backend takes it: in place, contiguous."""
+        here = f"{tensor.device.type}:" in self._kinds and tensor.is_contiguous()
+        sent = tensor if here else tensor.to(self._device).contiguous()
+        exchange(sent)
+        if sent is not tensor:
+            tensor.copy_(sent)
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def find_ranks() -> Ranks:
+    """The processes of this run: those of torch.distributed's default group, or this one alone."""
+    if _world() > 1:
+        return ManyRanks()
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1 and dist.is_available() and dist.is_torchelastic_launched():
+        raise ContractError(f"torchrun started {started} processes that do not know each other: {_LATE}")
+    return Ranks()
