@@ -150,8 +150,8 @@ def _found(
     """
     ledger, tensors = _read(folder)
     _check_file(engine, ledger)
-    known = exact and not engine.streams.is_secure and ledger["streams"] is not None
-    data = fingerprint(engine, Streams.from_state(ledger["streams"])) if known else None
+    saved = ledger["streams"] if exact and not engine.streams.is_secure else None
+    data = None if saved is None else fingerprint(engine, Streams.from_state(saved))
     return ledger, tensors, data, int.from_bytes(os.urandom(7), "little")
 
 

@@ -85,6 +85,7 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
         "ledger": None if engine.ledger is None else engine.ledger.state(),
         "secure": engine.streams.is_secure,
         "strict": engine.loader.strict,
+        "ranks": engine.ranks.count,
         "independence": _independence(engine),
         "not_covered": [*NOT_COVERED, *_uncovered(engine)],
     }  # fmt: skip

@@ -89,6 +89,7 @@ class Training:
         products: dict[str, Product], entrywise: Entrywise | None, draws: bool,
     ) -> None:  # fmt: skip
         self.engine, self.model, self.call, self.release, self.products = engine, model, call, release, products
+        release.share = lambda released: engine.ranks.spread([released])
         self.draws = draws  # whether the model draws random numbers
         self.sensitivity = Sensitivities(self, plan, release, entrywise)
         self.clip = WeightClipper(model, plan.bounds, list(plan.layers), self.sensitivity.gains)
@@ -332,14 +333,13 @@ class Training:
             if ranks.first:
                 streams = self.engine.streams.for_release(step, self.content)
                 factors = found.factors if values is found.values else None
-                flat, views = release.noisy(values, streams, step, factors)
+                release.release(values, streams, step, factors)
                 if self.quantiles is not None:
                     self.quantiles.release(streams, step)
             else:
-                flat, views = release.room()
+                release.receive()
                 self.drop()
-            ranks.spread([flat, *limits])
-            release.hand_out(views)
+            ranks.spread(limits)
 
     def mask_key(self, call: int) -> bytes:
         """The secret key of what the model draws in its ``call``-th pass over the present piece."""

@@ -73,6 +73,7 @@ class Release:
         self.sum_dtype = torch.float64 if wide or in_pieces else torch.float32
         self.noise_dtype = torch.float64 if wide else torch.float32
         self.sums: list[Tensor | None] = [None] * len(self.blocks)
+        self.share: Callable[[Tensor], None] = lambda released: None  # hands what is released to other processes
         self._kept: tuple[Tensor, tuple[float, int, int], list[float]] | None = None
 
     def split(self, flat: Tensor) -> list[Tensor]:
@@ -208,16 +209,6 @@ class Release:
         :meth:`factors` for the same sensitivities, ``noise`` that of :meth:`noise` for the same arguments, if they are
         at hand. Returns the gradients in one piece (before a pull-back).
         """
-        released, views = self.noisy(sensitivities, streams, step, factors, noise)
-        self.hand_out(views)
-        return released
-
-    @torch.no_grad()
-    def noisy(
-        self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None,
-        noise: tuple[Tensor, list[Tensor]] | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-        """What is released: (G + s_k N(0, I))/b of all parameters in one piece, and each one's part of it."""
         sums = self.sums if self.exact is None else self.exact.values()
         self.clear()  # first of all: whatever interrupts this release, no later one holds these records again
         released, views = self.noise(sensitivities, streams, step, factors) if noise is None else noise
@@ -227,15 +218,23 @@ class Release:
         released.div_(self.batch * self.views)
         if self.grid is not None:
             round_release_(released, self.grid)
-        return released, views
+        self.share(released)
+        self._hand_out(views)
+        return released
 
-    def room(self) -> tuple[Tensor, list[Tensor]]:
-        """Room for noise, or for what another process releases: all parameters in one piece, and each one's part."""
+    @torch.no_grad()
+    def receive(self) -> None:
+        """The same on a process that adds no noise: the gradients are those that another one releases."""
+        self.clear()
+        released, views = self._room()
+        self.share(released)
+        self._hand_out(views)
+
+    def _room(self) -> tuple[Tensor, list[Tensor]]:
         flat = torch.empty(sum(self.sizes), dtype=self.noise_dtype, device=self.device)
         return flat, self.split(flat)
 
-    @torch.no_grad()
-    def hand_out(self, views: Sequence[Tensor]) -> None:
+    def _hand_out(self, views: Sequence[Tensor]) -> None:
         """Set every ``parameter.grad`` to its part of what is released."""
         for view, block in zip(views, self.blocks, strict=True):
             gradient = view if block.pull_back is None else block.pull_back(view)
@@ -246,7 +245,7 @@ class Release:
         self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """The noise of one step's sum: all parameters in one piece, and each one's part of it; zeros without noise."""
-        noise, views = self.room()
+        noise, views = self._room()
         if self.sigma > 0:
             self._draw(noise, views, sensitivities, streams, step, factors)
         else:

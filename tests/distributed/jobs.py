@@ -1,0 +1,249 @@
+"""What groups of processes do in the tests of this folder; every function runs on every rank."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.ranks_kit import Failed, Private, mlp, private, table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import weightclip as wc
+from weightclip.audit import hostile_neighbours, run_law, step_law, subjects
+from weightclip.audit._run_law import poisson_subject
+from weightclip.errors import UncountedReleases
+
+EXACT = {"max_physical_batch_size": 4, "exact_sums": True}
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def dropout() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+
+def conv() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "joint cap": {"momentum": 0.9},
+    "strict": {"strict": True},
+    "certified": {"bounds": wc.Bounds(weight_norm=1.0, input_radius=1.0)},
+    "adaptive": {"bounds": wc.Bounds(layer_cap=1.0, adaptive=wc.Adaptive(noise=3.0))},
+    "dropout": {"model": dropout},
+    "convolution": {"model": conv, "bounds": wc.Bounds(layer_cap=0.5, bias_scale=0.3)},
+    "near-empty draws": {"batch": 1},
+}
+
+
+def whole_runs(names: list[str], steps: int = 4) -> dict[str, list[Tensor]]:
+    """Weights after noisy seeded runs with integer sums."""
+    found = {}
+    for name in names:
+        settings = dict(SETTINGS[name])
+        model = settings.pop("model", mlp)()
+        found[name] = private(model, **settings, **EXACT).train(steps).weights()
+    return found
+
+
+def secure_run() -> tuple[list[Tensor], dict[str, Any], int]:
+    run = private(seed=None).train(3)
+    return run.weights(), run.engine.report(1e-5), run.loader.pieces
+
+
+def noiseless(settings: dict[str, Any]) -> tuple[list[Tensor], list[float], list[float]]:
+    """The sum of one release, with sensitivities and the slack for rounding in them."""
+    run = private(sigma=0.0, lr=0.0, **settings).train(1)
+    release = run.engine.training.release
+    sums = [p.grad.double() * run.engine.expected_batch_size for p in run.model.parameters()]
+    return sums, run.engine.training.sensitivity.values.tolist(), release.slack
+
+
+def drawn(settings: dict[str, Any], draws: int) -> list[tuple[list[list[float]], int, bool]]:
+    """Per physical batch: the first feature of its records, its draw, and whether the draw ends with it."""
+    seen: list[Any] = []
+    run = private(**settings)
+    run.loader._on_batch = seen.append
+    found = []
+    while seen == [] or len({info.draw for info in seen}) <= draws:
+        for x, _ in run.loader:
+            info = seen[-1]
+            real = x if info.mask is None else x[info.mask]
+            found.append((real[:, 0].tolist(), info.draw, info.last))
+    return [entry for entry in found if entry[1] < draws]
+
+
+def laws(steps: int) -> tuple[Any, ...]:
+    """The exact law of one step and the law of runs, by the audits as they are."""
+    subject = subjects()["radii on both factors"]
+    loudest = torch.full((1, 4), 50.0), torch.tensor([0])
+    pairs = hostile_neighbours(subject, loudest)
+    step = step_law(subject, pairs)
+    whole = run_law(subject, loudest, steps=steps)
+    sampled = run_law(poisson_subject(subject), loudest, steps=steps, resume=False)
+    return step.violation, step.worst.shift, whole.failures, whole.noise.scale, sampled.failures, sampled.sampling
+
+
+def attempt(act: Any) -> Failed | None:
+    try:
+        act()
+    except Exception as error:
+        return Failed(type(error).__name__, str(error))
+    return None
+
+
+def disagreements() -> dict[str, Failed | None]:
+    """Ways in which one rank is different, each with a run of its own."""
+    odd = rank() == 1
+    found = {
+        "sigma": attempt(lambda: private(sigma=2.0 if odd else 1.0)),
+        "seed": attempt(lambda: private(seed=rank())),
+        "model": attempt(lambda: private(nn.Linear(6, 3) if odd else mlp())),
+        "bounds": attempt(lambda: private(bounds=wc.Bounds(joint_cap=2.0 if odd else 1.0))),
+        "length": attempt(lambda: private(data=table(49 if odd else 48), sample_rate=0.25)),
+        "shards": attempt(lambda: private(data=tuple(t[rank() :: 2] for t in table(96)))),
+    }
+
+    def tampered() -> None:
+        run = private().train(1)
+        if odd:
+            with torch.no_grad():
+                run.model[0].bias[0] += 1e-6
+        run.train(2)
+
+    def ahead() -> None:
+        run = private().train(1)
+        run.engine.steps += odd
+        run.train(3)
+
+    def another_rate() -> None:
+        private(lr=0.5 if odd else 0.1).train(2)
+
+    return {**found, "weights": attempt(tampered), "step": attempt(ahead), "learning rate": attempt(another_rate)}
+
+
+def other_initial_weights() -> list[Tensor]:
+    return private(mlp(seed=rank())).weights()
+
+
+def largest_sensitivities() -> tuple[float, float]:
+    """Noise of a rank 0 whose sensitivities are smaller than rank 1's: (its spread, the larger sensitivity)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 400), nn.ReLU(), nn.Linear(400, 3))
+    run = private(model, lr=0.0, bounds=wc.Bounds(layer_cap=1.0))
+    found = run.engine.training.sensitivity
+    update = found.update
+
+    def larger(*args: Any) -> None:
+        update(*args)
+        found.values = found.values * (1.0 + rank())
+
+    found.update = larger
+    run.train(1)
+    noise = run.model[0].weight.grad * run.engine.expected_batch_size
+    return float(noise.std()), float(found.values[0])
+
+
+# -- ledger, checkpoints -----------------------------------------------------------------------------------------------
+
+
+def charged(folder: str, steps: int) -> tuple[int, int, float, dict[str, Any], list[Tensor]]:
+    """A run on a ledger: (charges told, steps, epsilon, state, weights)."""
+    run = private(seed=None, ledger=Path(folder) / "run.ledger")
+    run.train(run.engine.steps + steps)
+    ledger, epsilon = run.engine.ledger, run.engine.get_epsilon(1e-5)
+    result = ledger.charges, run.engine.steps, epsilon, ledger.state(), run.weights()
+    run.engine.detach()
+    return result
+
+
+def failing_charge(folder: str) -> tuple[Failed | None, bool, int, Failed | None]:
+    """Rank 0 cannot write its third charge: what each rank says, whether weights stayed, steps, what comes after."""
+    run = private(seed=None, ledger=Path(folder) / "run.ledger").train(2)
+    before = run.weights()
+    if rank() == 0:
+        os.remove(Path(folder) / "run.ledger")
+    failed = attempt(lambda: run.train(3))
+    same = all(torch.equal(a, b) for a, b in zip(before, run.weights(), strict=True))
+    return failed, same, run.engine.steps, attempt(lambda: run.train(3))
+
+
+def saved(folder: str, steps: int, seed: int | None = 0) -> list[Tensor]:
+    run = private(seed=seed, momentum=0.9, **EXACT).train(steps)
+    run.engine.save(Path(folder) / "saved" if rank() == 0 else Path(folder) / "nobody")
+    dist.barrier()
+    return run.weights()
+
+
+def resumed(folder: str, steps: int, exact: bool, seed: int | None = 0) -> tuple[list[Tensor], int, list[bool]]:
+    run = private(mlp(seed=5), seed=seed, momentum=0.9, **EXACT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncountedReleases)
+        # only rank 0 has the folder
+        run.engine.load(Path(folder) / "saved" if rank() == 0 else Path(folder) / "nobody", exact=exact)
+    run.train(run.engine.steps + steps)
+    return run.weights(), run.engine.steps, [Path(folder, "nobody").exists()]
+
+
+def without_a_checkpoint(folder: str) -> Failed | None:
+    run = private()
+    return attempt(lambda: run.engine.load(Path(folder) / "nothing"))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def refusals() -> dict[str, Failed | None]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data.distributed import DistributedSampler
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    data = TensorDataset(*table())
+
+    def sampler() -> None:
+        model, engine = mlp(), wc.PrivacyEngine("rdp")
+        loader = DataLoader(data, batch_size=12, sampler=DistributedSampler(data))
+        engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=loader,
+            criterion=nn.CrossEntropyLoss(), noise_multiplier=1.0,
+        )  # fmt: skip
+
+    norm = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    return {
+        "fully_shard": attempt(lambda: private(fully_shard(mlp(), mesh=mesh))),
+        "tensor": attempt(lambda: private(parallelize_module(mlp(), mesh, {"0": ColwiseParallel()}))),
+        "sequence": attempt(lambda: private(parallelize_module(norm, mesh, {"1": SequenceParallel()}))),
+        "ddp": attempt(lambda: private(DistributedDataParallel(mlp()))),
+        "sampler": attempt(sampler),
+    }
+
+
+def wrapped_afterwards() -> Failed | None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    run = private()
+    return attempt(lambda: Private(run.engine, DistributedDataParallel(run.model), *_rest(run)).train(1))
+
+
+def _rest(run: Private) -> tuple[Any, ...]:
+    return run.optimizer, run.loader, run.criterion
+
+
+def left_alone() -> Failed | None:
+    """The group ends while an engine still trains in it."""
+    run = private().train(1)
+    dist.destroy_process_group()
+    return attempt(lambda: run.train(2))

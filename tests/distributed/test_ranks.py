@@ -1,0 +1,137 @@
+"""One, two and four processes release the same; who disagrees, stops; nobody trains beside the others by accident."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed import jobs
+from tests.ranks_kit import Failed, private, results, together
+
+import weightclip as wc
+from weightclip.distributed import Ranks, find_ranks
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[int, list[dict[str, list[torch.Tensor]]]]:
+    return {world: results(world, jobs.whole_runs, list(jobs.SETTINGS)) for world in (1, 2, 4)}
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", jobs.SETTINGS)
+def test_whole_noisy_runs_are_bit_for_bit_those_of_one_process(runs, name: str) -> None:
+    (alone,) = runs[1]
+    start = (jobs.SETTINGS[name].get("model", jobs.mlp))()
+    assert not same(alone[name], [p.detach() for p in start.parameters()])
+    for world in (2, 4):
+        assert all(same(alone[name], there[name]) for there in runs[world])
+
+
+def test_a_group_of_one_is_the_ordinary_engine(runs) -> None:
+    here = private(momentum=0.9, **jobs.EXACT).train(4)
+    assert same(here.weights(), runs[1][0]["joint cap"])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_noiseless_releases_agree_within_the_slack(world: int) -> None:
+    """Float64 sums, the draw dealt out to all ranks: only the order of additions differs."""
+    settings = {"batch": 24, "bounds": wc.Bounds(layer_cap=1.0)}
+    ((alone, sensitivities, slack),) = results(1, jobs.noiseless, settings)
+    found = results(world, jobs.noiseless, settings)
+    for sums, *_ in found:
+        for k in range(2):  # weight and bias of a layer
+            distance = math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(alone[2*k:2*k+2], sums[2*k:2*k+2])))
+            assert distance <= sensitivities[k] * (slack[k] - 1)
+        assert float(sums[0].norm()) > 0.1
+
+
+def test_secure_noise_is_one_noise() -> None:
+    first, second = results(2, jobs.secure_run), results(2, jobs.secure_run)
+    for weights, report, pieces in first:
+        assert same(weights, first[0][0]) and report["secure"] and report["ranks"] == 2 and pieces == 1
+    assert not same(first[0][0], second[0][0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_physical_batch_size": 4}, {"strict": True, "max_physical_batch_size": 5}], ids=str)
+def test_every_drawn_record_is_on_one_rank_and_all_ranks_run_equally_many_batches(settings) -> None:
+    (alone,) = results(1, jobs.drawn, settings, 8)
+    shares = results(3, jobs.drawn, settings, 8)
+    assert len({len(share) for share in shares}) == 1
+    assert len({tuple((draw, last) for _, draw, last in share) for share in shares}) == 1
+    for draw in range(8):
+        whole = sorted(value for values, d, _ in alone for value in values if d == draw)
+        parts = sorted(value for share in shares for values, d, _ in share for value in values if d == draw)
+        assert whole == parts
+        sizes = [sum(len(values) for values, d, _ in share if d == draw) for share in shares]
+        assert settings or max(sizes) - min(sizes) <= 1
+
+
+def test_audits_find_nothing_on_two_ranks() -> None:
+    for violation, shift, failures, scale, sampled, sampling in results(2, jobs.laws, 20):
+        assert not violation and 0.5 < shift <= 1 + 1e-6
+        assert failures == () and scale == pytest.approx(1.0, abs=0.1)
+        assert sampled == () and sampling > 1e-4
+
+
+def test_ranks_that_disagree_stop_with_one_line_each() -> None:
+    words = {"sigma": "settings", "seed": "the seed", "model": "the model", "bounds": "settings", "length": "data set",
+             "shards": "data set", "weights": "the weights", "step": "number of the step",
+             "learning rate": "the weights"}  # fmt: skip
+    for rank, found in enumerate(results(2, jobs.disagreements)):
+        assert found.keys() == words.keys()
+        for name, failed in found.items():
+            assert isinstance(failed, Failed) and failed.kind == "ContractError", name
+            assert f"rank {rank} stops" in failed.text and words[name] in failed.text, name
+            assert "\n" not in failed.text
+
+
+def test_every_rank_starts_from_the_weights_of_the_first() -> None:
+    first, second = results(2, jobs.other_initial_weights)
+    assert same(first, second) and same(first, [p.detach() for p in jobs.mlp(0).parameters()])
+
+
+def test_noise_is_scaled_for_the_largest_sensitivity_of_all_ranks() -> None:
+    (spread, _), (seen, larger) = results(2, jobs.largest_sensitivities)
+    assert spread == seen
+    assert spread == pytest.approx(math.sqrt(2) * larger, rel=0.05)  # two layers, equal shares
+
+
+def test_splitting_a_model_is_refused_by_name() -> None:
+    words = {"fully_shard": "fully_shard", "tensor": "tensor, sequence or context", "sequence": "sequence",
+             "ddp": "DistributedDataParallel", "sampler": "DistributedSampler"}  # fmt: skip
+    for found in results(2, jobs.refusals):
+        for name, failed in found.items():
+            assert isinstance(failed, Failed) and words[name] in failed.text and "\n" not in failed.text, name
+
+
+def test_wrapping_afterwards_is_refused() -> None:
+    for failed in together(2, jobs.wrapped_afterwards):
+        assert "DistributedDataParallel averages raw gradients" in failed.text
+
+
+def test_a_group_that_ends_during_training_ends_it() -> None:
+    for failed in together(2, jobs.left_alone):
+        assert "processes came or went" in failed.text
+
+
+def test_a_group_that_comes_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = private()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(wc.ContractError, match="before PrivacyEngine"):
+        run.train(1)
+    assert run.engine.steps == 0
+
+
+def test_torchrun_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(find_ranks()) is Ranks
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert type(find_ranks()) is Ranks  # not started by torchrun: a variable of somebody else's
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(wc.ContractError, match="init_process_group"):
+        wc.PrivacyEngine()
