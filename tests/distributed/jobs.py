@@ -73,7 +73,7 @@ def drawn(settings: dict[str, Any], draws: int) -> list[tuple[list[list[float]],
     """Per physical batch: the first feature of its records, its draw, and whether the draw ends with it."""
     seen: list[Any] = []
     run = private(**settings)
-    run.loader._on_batch = seen.append
+    run.loader._on_batch, run.loader._number = seen.append, None  # draw after draw, without a release
     found = []
     while seen == [] or len({info.draw for info in seen}) <= draws:
         for x, _ in run.loader:
