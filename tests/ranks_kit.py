@@ -24,7 +24,7 @@ import weightclip as wc
 Patch = Callable[[], None]
 _SERVER = mp.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.ranks_kit", "weightclip.engine"])
-PATIENCE = 60.0  # seconds until a group counts as stuck
+TIMEOUT, PATIENCE = 40.0, 100.0  # seconds until a rank gives up on the others, and until a group counts as stuck
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def _child(pipe: Connection, rank: int, world: int, store: str, job: Callable[..
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=PATIENCE)
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
         )
         pipe.send_bytes(pickle.dumps(job(*args)))  # plainly: torch would send handles of memory that ends with us
     except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ import weightclip as wc
 from weightclip.audit import hostile_neighbours, run_law, step_law, subjects
 from weightclip.audit._run_law import poisson_subject
 from weightclip.errors import UncountedReleases
+from weightclip.noise import Streams
 
 EXACT = {"max_physical_batch_size": 4, "exact_sums": True}
 
@@ -167,15 +169,62 @@ def charged(folder: str, steps: int) -> tuple[int, int, float, dict[str, Any], l
     return result
 
 
-def failing_charge(folder: str) -> tuple[Failed | None, bool, int, Failed | None]:
-    """Rank 0 cannot write its third charge: what each rank says, whether weights stayed, steps, what comes after."""
-    run = private(seed=None, ledger=Path(folder) / "run.ledger").train(2)
-    before = run.weights()
-    if rank() == 0:
-        os.remove(Path(folder) / "run.ledger")
-    failed = attempt(lambda: run.train(3))
-    same = all(torch.equal(a, b) for a, b in zip(before, run.weights(), strict=True))
-    return failed, same, run.engine.steps, attempt(lambda: run.train(3))
+def held(folder: str) -> tuple[Failed | None, Failed | None]:
+    """A second engine on a ledger that is in use; a ledger asked on a rank that has no file."""
+    first = private(seed=None, ledger=Path(folder) / "run.ledger")
+    second = attempt(lambda: private(seed=None, ledger=Path(folder) / "run.ledger"))
+    asked = attempt(lambda: first.engine.ledger.knows("x"))
+    first.engine.detach()
+    return second, asked
+
+
+def within_a_budget(folder: str) -> tuple[int, float, float]:
+    """make_private_with_epsilon on the ledger: (releases, epsilon, sigma)."""
+    model, engine = mlp(), wc.PrivacyEngine("rdp", ledger=Path(folder) / "run.ledger")
+    data = DataLoader(TensorDataset(*table()), batch_size=12)
+    parts = engine.make_private_with_epsilon(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=data, target_epsilon=6.0,
+        target_delta=1e-5, epochs=2, criterion=nn.CrossEntropyLoss(),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the budget is spent
+        run = Private(engine, *parts)
+        for _ in range(3):
+            for x, y in run.loader:
+                run.criterion(run.model(x), y).backward()
+                run.optimizer.step()
+    engine.detach()
+    return engine.steps, engine.get_epsilon(1e-5), engine.noise_multiplier
+
+
+def endless(folder: str) -> None:
+    """Trains until it is killed; writes down every charge that was applied, and the key of every noise."""
+    place, number = Path(folder), rank()
+    keyed = Streams.for_release
+
+    def watched(self: Streams, charge: int, content: Any) -> Streams:
+        found = keyed(self, charge, content)
+        _note(place / "noise", charge, found.key("which"))
+        return found
+
+    Streams.for_release = watched
+    run = private(seed=None, ledger=place / "run.ledger")
+    if (place / "saved" / "ledger.json").exists():
+        run.engine.load(place / "saved")
+    while True:
+        before = run.weights()
+        run.train(run.engine.steps + 1)
+        moved = torch.cat([(a - b).flatten() for a, b in zip(before, run.weights(), strict=True)])
+        _note(place / f"applied-{number}", run.engine.steps - 1, hashlib.sha256(moved.numpy()).digest())
+        if run.engine.steps % 3 == 0:
+            run.engine.save(place / "saved")
+
+
+def _note(path: Path, charge: int, digest: bytes) -> None:
+    """One line in one write: a kill leaves it whole or not there."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(handle, f"{charge} {digest.hex()}\n".encode())
+    os.close(handle)
 
 
 def saved(folder: str, steps: int, seed: int | None = 0) -> list[Tensor]:

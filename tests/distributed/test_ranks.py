@@ -45,7 +45,9 @@ def test_noiseless_releases_agree_within_the_slack(world: int) -> None:
     found = results(world, jobs.noiseless, settings)
     for sums, *_ in found:
         for k in range(2):  # weight and bias of a layer
-            distance = math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(alone[2*k:2*k+2], sums[2*k:2*k+2])))
+            layer = slice(2 * k, 2 * k + 2)
+            parts = [float((a - b).square().sum()) for a, b in zip(alone[layer], sums[layer], strict=True)]
+            distance = math.sqrt(sum(parts))
             assert distance <= sensitivities[k] * (slack[k] - 1)
         assert float(sums[0].norm()) > 0.1
 
@@ -57,7 +59,9 @@ def test_secure_noise_is_one_noise() -> None:
     assert not same(first[0][0], second[0][0])
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_physical_batch_size": 4}, {"strict": True, "max_physical_batch_size": 5}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_physical_batch_size": 4}, {"strict": True, "max_physical_batch_size": 5}], ids=str
+)
 def test_every_drawn_record_is_on_one_rank_and_all_ranks_run_equally_many_batches(settings) -> None:
     (alone,) = results(1, jobs.drawn, settings, 8)
     shares = results(3, jobs.drawn, settings, 8)

@@ -95,7 +95,7 @@ def draws_are_poisson_over_all_records(found: Answers) -> None:
 
 
 def _sums() -> dict[float, list[torch.Tensor]]:
-    """Releases with and without noise, on data sets that differ in a record of rank 1 alone; same seed, same weights."""
+    """Releases with and without noise, on data sets that differ in a record of rank 1; same seed, same weights."""
     found = {}
     for sigma, change in itertools.product((0.0, 1.0), (0.0, 3.0)):
         x, y = table(8)
