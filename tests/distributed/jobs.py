@@ -200,6 +200,7 @@ def within_a_budget(folder: str) -> tuple[int, float, float]:
 def endless(folder: str) -> None:
     """Trains until it is killed; writes down every charge that was applied, and the key of every noise."""
     place, number = Path(folder), rank()
+    _note(place / "began", number, b"")
     keyed = Streams.for_release
 
     def watched(self: Streams, charge: int, content: Any) -> Streams:
@@ -221,7 +222,7 @@ def endless(folder: str) -> None:
 
 
 def _note(path: Path, charge: int, digest: bytes) -> None:
-    """One line in one write: a kill leaves it whole or not there."""
+    """One line in one write: a kill leaves it whole, or not there at all."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(handle, f"{charge} {digest.hex()}\n".encode())
     os.close(handle)

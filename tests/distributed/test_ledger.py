@@ -47,7 +47,7 @@ def test_a_budget_is_that_of_all_runs(tmp_path: Path) -> None:
 
 def lines(path: Path) -> list[tuple[int, str]]:
     text = path.read_text() if path.exists() else ""
-    return [(int(line.split()[0]), line.split()[1]) for line in text.splitlines()]
+    return [(int(charge), digest) for charge, _, digest in (line.partition(" ") for line in text.splitlines())]
 
 
 @pytest.mark.parametrize("world", [2])
@@ -55,23 +55,22 @@ def test_ranks_killed_at_random_moments(tmp_path: Path, world: int) -> None:
     """Whoever dies: all stop, nothing applied is uncounted, no noise comes twice, the checkpoint can be read."""
     rng, lively = random.Random(5), 0
     for kill in range(KILLS):
-        before = len(lines(tmp_path / "applied-0"))
+        before, began = len(lines(tmp_path / "applied-0")), len(lines(tmp_path / "began"))
         group = start(world, jobs.endless, str(tmp_path))
-        if kill % 5 or not FULL:  # in the midst of training; otherwise at any moment from the start on
-            deadline = time.monotonic() + 60
-            while len(lines(tmp_path / "applied-0")) < before + 2 and time.monotonic() < deadline:
-                time.sleep(0.002)
-        time.sleep(rng.uniform(0.0, 0.2))
+        early = FULL and kill % 5 == 4  # before the first step, perhaps; otherwise in the midst of training
+        name, wanted = ("began", began + world) if early else ("applied-0", before + 2)
+        deadline = time.monotonic() + 90
+        while len(lines(tmp_path / name)) < wanted and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0.0, 0.5 if early else 0.2))
         victim = rng.randrange(world)
         os.kill(group[victim][0].pid, signal.SIGKILL)
         outcomes = finish(group)
         for rank, outcome in enumerate(outcomes):
             if rank == victim:
                 assert outcome is None
-            else:  # what gloo says before the engine is there, or what the engine says
-                assert isinstance(outcome, Failed), outcome
-                known = ("lost the other ranks", "Connection", "connection", "stops with rank 0", "gloo", "store")
-                assert any(word in outcome.text for word in known), outcome.trace
+            else:
+                assert isinstance(outcome, Failed) and "lost the other ranks" in outcome.text, outcome
         applied = [lines(tmp_path / f"applied-{rank}") for rank in range(world)]
         lively += len(applied[0]) > before
         ledger = tmp_path / "run.ledger"
