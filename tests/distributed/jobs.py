@@ -106,13 +106,17 @@ def attempt(act: Any) -> Failed | None:
 
 def disagreements() -> dict[str, Failed | None]:
     """Ways in which one rank is different, each with a run of its own."""
-    odd = rank() == 1
+    odd, ones = rank() == 1, torch.ones(1, 6)
     found = {
         "sigma": attempt(lambda: private(sigma=2.0 if odd else 1.0)),
         "seed": attempt(lambda: private(seed=rank())),
+        "no seed": attempt(lambda: private(seed=None if odd else 0)),
         "model": attempt(lambda: private(nn.Linear(6, 3) if odd else mlp())),
         "bounds": attempt(lambda: private(bounds=wc.Bounds(joint_cap=2.0 if odd else 1.0))),
         "length": attempt(lambda: private(data=table(49 if odd else 48), sample_rate=0.25)),
+        "one record": attempt(
+            lambda: private(data=(table()[0].index_add(0, torch.tensor([20]), odd * ones), table()[1]))
+        ),
         "shards": attempt(lambda: private(data=tuple(t[rank() :: 2] for t in table(96)))),
     }
 
@@ -279,6 +283,11 @@ def refusals() -> dict[str, Failed | None]:
         "ddp": attempt(lambda: private(DistributedDataParallel(mlp()))),
         "sampler": attempt(sampler),
     }
+
+
+def estimator() -> Failed | None:
+    x, y = table()
+    return attempt(lambda: wc.LipDPClassifier(epsilon=1.0, delta=1e-5).fit(x.numpy(), y.numpy()))
 
 
 def wrapped_afterwards() -> Failed | None:

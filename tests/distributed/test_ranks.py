@@ -83,9 +83,11 @@ def test_audits_find_nothing_on_two_ranks() -> None:
 
 
 def test_ranks_that_disagree_stop_with_one_line_each() -> None:
-    words = {"sigma": "settings", "seed": "the seed", "model": "the model", "bounds": "settings", "length": "data set",
-             "shards": "data set", "weights": "the weights", "step": "number of the step",
-             "learning rate": "the weights"}  # fmt: skip
+    words = {
+        "sigma": "settings", "bounds": "settings", "seed": "the seed", "no seed": "generator=", "model": "the model",
+        "length": "data set", "one record": "data set", "shards": "data set", "weights": "the weights",
+        "step": "number of the step", "learning rate": "the weights",
+    }  # fmt: skip
     for rank, found in enumerate(results(2, jobs.disagreements)):
         assert found.keys() == words.keys()
         for name, failed in found.items():
@@ -116,6 +118,11 @@ def test_splitting_a_model_is_refused_by_name() -> None:
 def test_wrapping_afterwards_is_refused() -> None:
     for failed in together(2, jobs.wrapped_afterwards):
         assert "DistributedDataParallel averages raw gradients" in failed.text
+
+
+def test_estimators_are_refused_before_a_record_is_read() -> None:
+    for failed in together(2, jobs.estimator):
+        assert failed.kind == "ContractError" and "train in one process" in failed.text
 
 
 def test_a_group_that_ends_during_training_ends_it() -> None:

@@ -292,7 +292,7 @@ def unsynchronised_clipping(patch: Patch) -> None:
 
 @mutant("ranks_that_disagree_stop")
 def nobody_compares_weights(patch: Patch) -> None:
-    patch.setattr(_together, "_checksum", lambda model: b"")
+    patch.setattr(_together, "_checksum", lambda tensors: b"")
 
 
 @mutant("ranks_that_disagree_stop")

@@ -147,7 +147,7 @@ class PrivacyEngine:
         if engine_of(module) is not None:
             raise ContractError("the model is already private: call detach() on its engine first.")
         check_optimizer(module, optimizer)
-        share_weights(self.ranks, module)
+        share_weights(self.ranks, module, generator is not None)
         self.bounds = (bounds or Bounds()).chosen()
         self.streams = (Streams.secure() if generator is None else Streams.seeded(generator)).shared(self.ranks.tell)
         batch = getattr(data_loader, "batch_size", None) if expected_batch_size is None else expected_batch_size

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from weightclip.distributed import Ranks
 from weightclip.engine._checkpoint import feed
@@ -23,12 +25,11 @@ _LOOKED_AT = 16  # records of the data set that ranks compare
 
 
 @torch.no_grad()
-def share_weights(ranks: Ranks, model: nn.Module) -> None:
+def share_weights(ranks: Ranks, model: nn.Module, seeded: bool) -> None:
     """Every rank starts from rank 0's parameters and buffers, whatever its own seed made of them."""
     state = [*model.named_parameters(), *model.named_buffers()]
-    ranks.agree(
-        lambda: {"the model": repr([(name, t.dtype, tuple(t.shape), t.requires_grad) for name, t in state]).encode()}
-    )
+    shapes = [(name, t.dtype, tuple(t.shape), t.requires_grad) for name, t in state]
+    ranks.agree(lambda: {"the model": repr(shapes).encode(), "whether generator= is given": str(seeded).encode()})
     ranks.spread([t.detach() for _, t in state])
 
 
@@ -48,10 +49,15 @@ def agree_on_run(engine: PrivacyEngine) -> None:
 
 
 def _glance(engine: PrivacyEngine) -> bytes:
-    """A digest of the data set's length and of a few records, read with generators set to the same state."""
+    """A digest of the data set's length and of a few records, read with generators set to the same state.
+
+    Of a table of tensors all records count.
+    """
     dataset: Any = engine.loader.dataset
     n, digest = len(dataset), hashlib.blake2b(key=engine.streams.key("weightclip/glance"), digest_size=32)
     digest.update(str(n).encode())
+    if isinstance(dataset, TensorDataset):
+        digest.update(_checksum(dataset.tensors))
     places = sorted(set(np.linspace(0, n - 1, min(n, _LOOKED_AT)).astype(int).tolist()))
     feed(digest, KeyedRecords(dataset).__getitems__(Wanted(places, None, None, bytes(32), 0)).records)
     return digest.digest()
@@ -64,19 +70,19 @@ def agree_on_step(training: Training) -> None:
     engine.ranks.agree(
         lambda: {
             "the number of the step": str(engine.steps).encode(),
-            "the weights": _checksum(training.model),
+            "the weights": _checksum([*training.model.parameters(), *training.model.buffers()]),
             "the grid of sums": json.dumps(None if exact is None else exact.units).encode(),
         }
     )
 
 
 @torch.no_grad()
-def _checksum(model: nn.Module) -> bytes:
-    """Tells weights apart that differ in any bit, but for a sum of differences that cancels: no defence, a safety net.
+def _checksum(tensors: Sequence[Tensor]) -> bytes:
+    """Tells tensors apart that differ in any bit, but for differences that cancel in a sum: no defence, a safety net.
 
-    Digests of all bits would take as long as a good part of the step; the start of a run compares those.
+    Digests of all bits would take as long as a good part of the step; the start of a run compares those of the weights.
     """
-    tensors = [t.detach().contiguous().reshape(-1) for t in (*model.parameters(), *model.buffers()) if t.numel()]
     words = {1: torch.uint8, 2: torch.int16}
-    sums = [t.view(words.get(t.element_size(), torch.int32)).sum(dtype=torch.int64) for t in tensors]
+    flats = [t.detach().contiguous().reshape(-1) for t in tensors if t.numel()]
+    sums = [t.view(words.get(t.element_size(), torch.int32)).sum(dtype=torch.int64) for t in flats]
     return torch.stack(sums).cpu().numpy().tobytes() if sums else b""

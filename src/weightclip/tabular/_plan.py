@@ -13,7 +13,8 @@ import numpy as np
 
 from weightclip import accounting
 from weightclip.accounting import Mechanism
-from weightclip.errors import BudgetSpent, WeightclipError
+from weightclip.distributed import find_ranks
+from weightclip.errors import BudgetSpent, ContractError, WeightclipError
 from weightclip.noise import Streams
 from weightclip.tabular._columns import Column
 from weightclip.tabular._door import Door, charged
@@ -116,6 +117,8 @@ class FitPlan:
         Formal guarantees:
             What all runs on the ledger release, this fit included, is within epsilon.
         """
+        if find_ranks().count > 1:  # every process would release statistics of its own
+            raise ContractError("estimators train in one process: leave torch.distributed out, or use PrivacyEngine.")
         if self.ledger is None or (self.checkpoint is not None and self.checkpoint.begun):
             return self  # a run that goes on spends what it has planned for, and no more
         if isinstance(self.preprocessing, NonPrivateScaling):

@@ -1,0 +1,165 @@
+"""What several processes cost: seconds of a step on 1, 2 and 4 CPU ranks, beside the model of docs/scale.md.
+
+    OMP_NUM_THREADS=1 python studies/benchmarks/ranks.py [--worlds 1 2 4] [--steps 12] [--out results/bench/ranks.csv]
+
+Every rank is one process with one thread (gloo). On a machine with fewer free cores than ranks a step takes longer than
+the model says; the processor time of a rank, which is shown beside the time on the clock, does not. Plain training is
+``DistributedDataParallel`` on the same number of records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import weightclip as wc
+
+MODELS = {"mlp": (64, 256, 256, 10), "wide": (512, 1024, 1024, 10)}
+FIELDS = ["model", "parameters", "what", "ranks", "batch", "wall_s", "cpu_s", "message_bytes"]
+
+
+def network(sizes: tuple[int, ...]) -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for a, b in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def plain_step(sizes: tuple[int, ...], batch: int) -> Callable[[], None]:
+    """Ordinary training, data parallel where there are several ranks."""
+    model = network(sizes)
+    wrapped = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.01), nn.CrossEntropyLoss()
+    x, y = torch.randn(batch // dist.get_world_size(), sizes[0]), torch.zeros(batch // dist.get_world_size()).long()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(wrapped(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def private_step(sizes: tuple[int, ...], batch: int, **settings: Any) -> Callable[[], None]:
+    """The ordinary private loop, draw after draw."""
+    model = network(sizes)
+    data = TensorDataset(torch.randn(8 * batch, sizes[0]), torch.zeros(8 * batch).long())
+    engine, optimizer = wc.PrivacyEngine(), torch.optim.SGD(model.parameters(), lr=0.01)
+    _, _, loader, loss = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=batch), noise_multiplier=1.0,
+        criterion=nn.CrossEntropyLoss(), **settings,
+    )  # fmt: skip
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    source = batches()
+
+    def step() -> None:
+        before = engine.steps
+        while engine.steps == before:
+            x, y = next(source)
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+
+    return step
+
+
+def measured(step: Callable[[], None], steps: int) -> tuple[float, float]:
+    """Median seconds of a step on the clock, and of processor time."""
+    wall, cpu = [], []
+    for turn in range(steps + 3):
+        dist.barrier()
+        began, spent = time.perf_counter(), time.process_time()
+        step()
+        if turn >= 3:
+            wall.append(time.perf_counter() - began)
+            cpu.append(time.process_time() - spent)
+    return statistics.median(wall), statistics.median(cpu)
+
+
+def exchange_step(size: int) -> Callable[[], None]:
+    """What the engine sends for so many parameters: sums to rank 0, the release to all."""
+    ranks, sums, released = wc.PrivacyEngine().ranks, torch.zeros(size, dtype=torch.float64), torch.zeros(size)
+
+    def step() -> None:
+        ranks.sum_to_first(sums)
+        ranks.spread([released])
+
+    return step
+
+
+def noise_step(size: int) -> Callable[[], None]:
+    """Noise for so many parameters, made by rank 0 alone."""
+    streams, room = wc.noise.Streams.secure(), torch.empty(size)
+
+    def step() -> None:
+        if dist.get_rank() == 0:
+            streams.normal_(room, "bench", 0)
+
+    return step
+
+
+def work(rank: int, world: int, store: str, sizes_of_draws: list[int], steps: int, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    rows = []
+    for batch, (name, sizes) in itertools.product(sizes_of_draws, MODELS.items()):
+        size = sum(p.numel() for p in network(sizes).parameters())
+        whats = {
+            "plain": functools.partial(plain_step, sizes, batch),
+            "private": functools.partial(private_step, sizes, batch),
+            "private, integer sums": functools.partial(
+                private_step, sizes, batch, max_physical_batch_size=max(1, batch // 4), exact_sums=True
+            ),
+            "exchange": functools.partial(exchange_step, size),
+            "noise": functools.partial(noise_step, size),
+        }
+        for what, make in whats.items():
+            wall, cpu = measured(make(), steps)
+            # float64 sums go to rank 0, float32 gradients come back; the rest is a few hundred bytes
+            sent = 0 if world == 1 or what == "noise" else 4 * size if what == "plain" else 12 * size
+            rows.append([name, size, what, world, batch, f"{wall:.6f}", f"{cpu:.6f}", sent])
+    if rank == 0:
+        with Path(out).open("a", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--batches", type=int, nargs="+", default=[512, 4096])
+    parser.add_argument("--out", default="results/bench/ranks.csv")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    Path(options.out).write_text(",".join(FIELDS) + "\n")
+    for world in options.worlds:
+        store = Path(tempfile.mkdtemp()) / "store"
+        mp.spawn(work, (world, str(store), options.batches, options.steps, options.out), nprocs=world)
+    print(Path(options.out).read_text())
+
+
+if __name__ == "__main__":
+    main()
