@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import weightclip as wc
 
 MODELS = {"mlp": (64, 256, 256, 10), "wide": (512, 1024, 1024, 10)}
-FIELDS = ["model", "parameters", "what", "ranks", "batch", "wall_s", "cpu_s", "message_bytes"]
+FIELDS = ["model", "parameters", "what", "ranks", "batch", "wall_s", "cpu_s", "message_bytes", "model_s"]
 
 
 def network(sizes: tuple[int, ...]) -> nn.Module:
@@ -146,6 +146,32 @@ def work(rank: int, world: int, store: str, sizes_of_draws: list[int], steps: in
     dist.destroy_process_group()
 
 
+def modelled(rows: list[dict[str, str]]) -> None:
+    """Fill in what docs/scale.md predicts of a private step's processor time, from one process and the exchange alone.
+
+    T(W) = A b/W + O + X(W): A seconds a record and O for the rest (noise above all) from the two draws of one process,
+    X(W) the exchange as it was measured by itself.
+    """
+
+    def cpu(name: str, what: str, ranks: str, batch: int) -> float:
+        (row,) = [
+            r for r in rows if [r[k] for k in ("model", "what", "ranks", "batch")] == [name, what, ranks, str(batch)]
+        ]
+        return float(row["cpu_s"])
+
+    batches = sorted({int(row["batch"]) for row in rows})
+    for row in rows:
+        row["model_s"] = ""
+        if row["what"] == "private" and len(batches) > 1:
+            name, batch = row["model"], int(row["batch"])
+            small, large = (cpu(name, "private", "1", b) for b in (batches[0], batches[-1]))
+            a = (large - small) / (batches[-1] - batches[0])
+            predicted = (
+                a * batch / int(row["ranks"]) + small - a * batches[0] + cpu(name, "exchange", row["ranks"], batch)
+            )
+            row["model_s"] = f"{predicted:.6f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
@@ -154,10 +180,17 @@ def main() -> None:
     parser.add_argument("--out", default="results/bench/ranks.csv")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    Path(options.out).write_text(",".join(FIELDS) + "\n")
+    Path(options.out).write_text(",".join(FIELDS[:-1]) + "\n")
     for world in options.worlds:
         store = Path(tempfile.mkdtemp()) / "store"
         mp.spawn(work, (world, str(store), options.batches, options.steps, options.out), nprocs=world)
+    with Path(options.out).open() as file:
+        rows = list(csv.DictReader(file))
+    modelled(rows)
+    with Path(options.out).open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
     print(Path(options.out).read_text())
 
 

@@ -20,7 +20,7 @@ from weightclip.audit._run_law import poisson_subject
 from weightclip.errors import UncountedReleases
 from weightclip.noise import Streams
 
-EXACT = {"max_physical_batch_size": 4, "exact_sums": True}
+EXACT = {"max_physical_batch_size": 8, "exact_sums": True}
 
 
 def rank() -> int:
@@ -48,7 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def whole_runs(names: list[str], steps: int = 4) -> dict[str, list[Tensor]]:
+def whole_runs(names: list[str], steps: int = 3) -> dict[str, list[Tensor]]:
     """Weights after noisy seeded runs with integer sums."""
     found = {}
     for name in names:
