@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import weightclip as wc
 
@@ -137,16 +137,17 @@ class Private:
 
 
 def private(
-    model: nn.Module | None = None, data: tuple[Tensor, Tensor] | None = None, *, sigma: float = 1.0, batch: int = 12,
-    seed: int | None = 0, ledger: Any = None, lr: float = 0.5, momentum: float = 0.0, **settings: Any,
+    model: nn.Module | None = None, data: tuple[Tensor, Tensor] | Dataset | None = None, *, sigma: float = 1.0,
+    batch: int = 12, seed: int | None = 0, ledger: Any = None, lr: float = 0.5, momentum: float = 0.0, **settings: Any,
 ) -> Private:  # fmt: skip
     """make_private with SGD, a small table and a seed."""
     model = mlp() if model is None else model
+    records = data if isinstance(data, Dataset) else TensorDataset(*(data or table()))
     engine = wc.PrivacyEngine("rdp", ledger=ledger)
     settings.setdefault("generator", None if seed is None else torch.Generator().manual_seed(seed))
     parts = engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum),
-        data_loader=DataLoader(TensorDataset(*(table() if data is None else data)), batch_size=batch),
+        data_loader=DataLoader(records, batch_size=batch),
         criterion=nn.CrossEntropyLoss(), noise_multiplier=sigma, **settings,
     )  # fmt: skip
     return Private(engine, *parts)

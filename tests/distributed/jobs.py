@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.ranks_kit import Failed, Private, mlp, private, table
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import weightclip as wc
 from weightclip.audit import hostile_neighbours, run_law, step_law, subjects
@@ -37,6 +37,17 @@ def conv() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
 
 
+class Shaken(Dataset):
+    """Records that draw random numbers when they are read."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = table()
+        return x[index] + 0.1 * torch.randn(6), y[index]
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "joint cap": {"momentum": 0.9},
     "strict": {"strict": True},
@@ -45,6 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dropout": {"model": dropout},
     "convolution": {"model": conv, "bounds": wc.Bounds(layer_cap=0.5, bias_scale=0.3)},
     "near-empty draws": {"batch": 1},
+    "records that draw": {"data": Shaken()},
 }
 
 
