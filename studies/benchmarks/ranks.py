@@ -98,10 +98,13 @@ def measured(step: Callable[[], None], steps: int) -> tuple[float, float]:
 
 
 def exchange_step(size: int) -> Callable[[], None]:
-    """What the engine sends for so many parameters: sums to rank 0, the release to all."""
+    """What the engine sends for so many parameters: facts to agree on, sums to rank 0, the release to all."""
     ranks, sums, released = wc.PrivacyEngine().ranks, torch.zeros(size, dtype=torch.float64), torch.zeros(size)
+    few = torch.zeros(4, dtype=torch.float64)
 
     def step() -> None:
+        ranks.agree(lambda: {"the step": b"1"})
+        ranks.largest(few)
         ranks.sum_to_first(sums)
         ranks.spread([released])
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed import jobs
+from tests.mutants.kit import Mutants
 from tests.ranks_kit import Failed, private, table
 
 from weightclip.accounting import read
@@ -29,20 +30,15 @@ Answers = list[Any]  # one for each rank
 Check = tuple[Callable[[], Any], Callable[[Answers], None]]
 CHECKS: dict[str, Check] = {}
 Patch = pytest.MonkeyPatch
-MUTANTS: dict[str, tuple[Callable[[Patch], None], str]] = {}
+MUTANTS = Mutants()
 
 
-def check(job: Callable[[], Any]) -> Callable[[Callable[[Answers], None]], None]:
-    def keep(judge: Callable[[Answers], None]) -> None:
+def check(job: Callable[[], Any]) -> Callable[[Callable[[Answers], None]], Callable[[Answers], None]]:
+    """What all ranks do, beside the function that judges their answers."""
+
+    def keep(judge: Callable[[Answers], None]) -> Callable[[Answers], None]:
         CHECKS[judge.__name__] = (job, judge)
-
-    return keep
-
-
-def mutant(killer: str) -> Callable[[Callable[[Patch], None]], None]:
-    def keep(mutate: Callable[[Patch], None]) -> None:
-        assert killer in CHECKS
-        MUTANTS[mutate.__name__] = (mutate, killer)
+        return judge
 
     return keep
 
@@ -51,11 +47,11 @@ def answers(names: list[str]) -> dict[str, Any]:
     """On each rank: what every check asks, answered by the engine (under the check's name) and by these mutants."""
     found: dict[str, Any] = {name: job() for name, (job, _) in CHECKS.items()}
     for name in names:
-        mutate, killer = MUTANTS[name]
+        mutate, judge = MUTANTS[name]
         with pytest.MonkeyPatch.context() as patch:
             mutate(patch)
             try:
-                found[name] = CHECKS[killer][0]()
+                found[name] = CHECKS[judge.__name__][0]()
             except Exception as error:
                 found[name] = Failed(type(error).__name__, str(error))
         dist.barrier()
@@ -176,18 +172,18 @@ def _noisy_parts(patch: Patch, share: float) -> None:
     patch.setattr(Release, "exchange", early)
 
 
-@mutant("the_release_is_that_of_one_process")
+@MUTANTS.noticed_by(the_release_is_that_of_one_process)
 def noise_on_every_rank(patch: Patch) -> None:
     _noisy_parts(patch, 1.0)
 
 
-@mutant("the_release_is_that_of_one_process")
+@MUTANTS.noticed_by(the_release_is_that_of_one_process)
 def noise_before_the_reduction(patch: Patch) -> None:
     _noisy_parts(patch, 0.5**0.5)
     patch.setattr(Release, "_draw", lambda self, noise, *args: noise.zero_())
 
 
-@mutant("the_release_is_that_of_one_process")
+@MUTANTS.noticed_by(the_release_is_that_of_one_process)
 def divided_by_the_number_of_ranks(patch: Patch) -> None:
     add_up = ManyRanks.sum_to_first
 
@@ -198,7 +194,7 @@ def divided_by_the_number_of_ranks(patch: Patch) -> None:
     patch.setattr(ManyRanks, "sum_to_first", averaged)
 
 
-@mutant("the_release_is_that_of_one_process")
+@MUTANTS.noticed_by(the_release_is_that_of_one_process)
 def a_rank_is_dropped(patch: Patch) -> None:
     add_up = ManyRanks.sum_to_first
 
@@ -208,7 +204,7 @@ def a_rank_is_dropped(patch: Patch) -> None:
     patch.setattr(ManyRanks, "sum_to_first", without_the_last)
 
 
-@mutant("draws_are_poisson_over_all_records")
+@MUTANTS.noticed_by(draws_are_poisson_over_all_records)
 def equal_draws_on_two_shards(patch: Patch) -> None:
     indices = PoissonLoader.indices
 
@@ -226,18 +222,18 @@ def _whole(pieces: Any) -> Iterator[Any]:
     yield found[0]._replace(indices=np.sort(np.concatenate([p.indices for p in found])), last=True)
 
 
-@mutant("draws_are_poisson_over_all_records")
+@MUTANTS.noticed_by(draws_are_poisson_over_all_records)
 def records_on_several_ranks(patch: Patch) -> None:
     patch.setattr(Share, "of", lambda self, pieces: _whole(pieces))
 
 
-@mutant("draws_are_poisson_over_all_records")
+@MUTANTS.noticed_by(draws_are_poisson_over_all_records)
 def a_seed_for_every_rank(patch: Patch) -> None:
     patch.setattr(Streams, "shared", lambda self, tell: self.advance(dist.get_rank()))
     patch.setattr(_engine, "agree_on_run", lambda engine: None)
 
 
-@mutant("draws_are_poisson_over_all_records")
+@MUTANTS.noticed_by(draws_are_poisson_over_all_records)
 def sampled_by_a_distributed_sampler(patch: Patch) -> None:
     def block(self: PoissonLoader, draw: int) -> np.ndarray:
         order = np.random.default_rng(draw // 4).permutation(self._n)  # an epoch is four draws
@@ -246,7 +242,7 @@ def sampled_by_a_distributed_sampler(patch: Patch) -> None:
     patch.setattr(PoissonLoader, "indices", block)
 
 
-@mutant("noise_never_meets_two_different_sums")
+@MUTANTS.noticed_by(noise_never_meets_two_different_sums)
 def a_retry_with_the_old_noise(patch: Patch) -> None:
     """Noise is keyed by what rank 0 has itself: a retry with another part of rank 1 finds the same."""
     exchange, kept = Release.exchange, dict[int, list[torch.Tensor]]()
@@ -259,7 +255,7 @@ def a_retry_with_the_old_noise(patch: Patch) -> None:
     patch.setattr(Training, "content", lambda self: tensors_digest(kept[0], self.engine.streams.key("x")))
 
 
-@mutant("nothing_is_applied_that_was_not_charged")
+@MUTANTS.noticed_by(nothing_is_applied_that_was_not_charged)
 def charged_after_the_release(patch: Patch) -> None:
     def spend(self: Training, release: Callable[[int], None]) -> None:
         self.draw = self.info = None
@@ -272,7 +268,7 @@ def charged_after_the_release(patch: Patch) -> None:
     patch.setattr(Training, "spend", spend)
 
 
-@mutant("every_rank_knows_the_count")
+@MUTANTS.noticed_by(every_rank_knows_the_count)
 def a_stale_ledger(patch: Patch) -> None:
     on_first = SharedLedger._on_first
 
@@ -285,16 +281,16 @@ def a_stale_ledger(patch: Patch) -> None:
     patch.setattr(SharedLedger, "_on_first", forgetful)
 
 
-@mutant("noise_covers_the_rank_with_the_largest_limits")
+@MUTANTS.noticed_by(noise_covers_the_rank_with_the_largest_limits)
 def unsynchronised_clipping(patch: Patch) -> None:
     patch.setattr(ManyRanks, "largest", lambda self, values: values)
 
 
-@mutant("ranks_that_disagree_stop")
+@MUTANTS.noticed_by(ranks_that_disagree_stop)
 def nobody_compares_weights(patch: Patch) -> None:
     patch.setattr(_together, "_checksum", lambda tensors: b"")
 
 
-@mutant("ranks_that_disagree_stop")
+@MUTANTS.noticed_by(ranks_that_disagree_stop)
 def nobody_compares_records(patch: Patch) -> None:
     patch.setattr(_together, "_glance", lambda engine: str(len(engine.loader.dataset)).encode())

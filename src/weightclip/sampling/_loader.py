@@ -65,7 +65,8 @@ class PoissonLoader:
     (SOUNDNESS section 1, adding or removing one record). No draw is truncated, and an empty one is handed out. q is a
     public constant; its default batch_size/len(dataset) declares the ratio public. Every draw has the same number of
     pieces, ceil(b_max/max_physical_batch_size), but for a chance of 1e-25 (:func:`largest_batch`);
-    with q = 1 it is ceil(n/max_physical_batch_size), and n is thereby declared public. Random numbers that
+    with q = 1 it is ceil(n/max_physical_batch_size), and n is thereby declared public. Processes that share the draws
+    run equally many pieces each. Random numbers that
     ``__getitem__`` and collate_fn draw come from secret streams, one for each (draw, record).
 
     Args:
