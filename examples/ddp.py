@@ -60,7 +60,7 @@ def main(epochs: int, epsilon: float, seed: int | None, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Private training on several processes.")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--epsilon", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=None, help="for experiments; by default noise is secret")

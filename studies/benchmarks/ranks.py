@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -176,7 +176,7 @@ def modelled(rows: list[dict[str, str]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="What several processes cost.")
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batches", type=int, nargs="+", default=[512, 4096])
@@ -186,7 +186,7 @@ def main() -> None:
     Path(options.out).write_text(",".join(FIELDS[:-1]) + "\n")
     for world in options.worlds:
         store = Path(tempfile.mkdtemp()) / "store"
-        mp.spawn(work, (world, str(store), options.batches, options.steps, options.out), nprocs=world)
+        spawn(work, (world, str(store), options.batches, options.steps, options.out), nprocs=world)
     with Path(options.out).open() as file:
         rows = list(csv.DictReader(file))
     modelled(rows)

@@ -270,8 +270,8 @@ def without_a_checkpoint(folder: str) -> Failed | None:
 
 
 def refusals() -> dict[str, Failed | None]:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data.distributed import DistributedSampler
