@@ -78,6 +78,17 @@ def test_the_table_of_defaults_is_the_committed_one() -> None:
         assert f"| {task} | {' | '.join(cells)} |" in text
 
 
+def test_the_table_of_ranks_is_the_committed_one() -> None:
+    with (ROOT / "results/bench/ranks.csv").open() as file:
+        rows = {(r["model"], r["batch"], r["ranks"], r["what"]): r for r in csv.DictReader(file)}
+    text, whats = (DOCS / "scale.md").read_text(), ("plain", "private", "private, integer sums", "exchange", "noise")
+    for model, batch, ranks in {key[:3] for key in rows}:
+        found = [rows[model, batch, ranks, what] for what in whats]
+        cells = [float(row["cpu_s"]) for row in found]
+        cells.insert(2, float(found[1]["model_s"]))
+        assert f"| {model} | {batch} | {ranks} | {' | '.join(f'{1e3 * cell:.1f}' for cell in cells)} |" in text
+
+
 def test_the_map_shows_every_room() -> None:
     shown = set(re.findall(r"`src/weightclip/(\w+)/`", (DOCS / "ARCHITECTURE.md").read_text()))
     rooms = {path.parent.name for path in (ROOT / "src" / "weightclip").glob("*/__init__.py")}
