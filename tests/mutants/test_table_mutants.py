@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from tests.tabular import test_search
 
 import weightclip.tabular._base as base
 import weightclip.tabular._classifier as classifier
@@ -14,6 +15,7 @@ import weightclip.tabular._table as table
 import weightclip.tabular._target as target
 from weightclip.audit._estimators import canaries, estimator_check
 from weightclip.tabular._columns import canonical
+from weightclip.tabular._door import Door
 
 
 def codes_by_equality(patch):
@@ -74,3 +76,11 @@ def test_the_audit_finds_the_leak(leak, canary, monkeypatch):
         next(c for c in canaries() if c.name == canary), runs=160 if leak is labels_of_one_type else 80
     )
     assert found.violation and found.measured > found.allowed and not math.isnan(found.measured)
+
+
+def test_noise_of_a_score_that_is_keyed_by_the_run_alone_is_found(monkeypatch):
+    """The noise then meets two sums, and a seeded search on neighbouring tables shows their difference."""
+    patched = lambda self, values, sigma, label: self.streams.numpy(label).standard_normal(values.shape)  # noqa: E731
+    monkeypatch.setattr(Door, "noise", patched)
+    with pytest.raises(AssertionError):
+        test_search.test_noise_of_a_score_belongs_to_the_score_it_is_added_to(monkeypatch)

@@ -143,6 +143,20 @@ def test_unsound_searches_are_found(leak, monkeypatch):
     assert not sound(watched(monkeypatch, task(), plan(seed=None)), 1500)
 
 
+def noise_of_a_score(patch: pytest.MonkeyPatch, score: float) -> float:
+    """What one seeded search adds to a run's score before it shows it."""
+    with patch.context() as inner:
+        inner.setattr(_search, "_run_epsilon", lambda *_: 1.0)
+        inner.setattr(Task, "score", lambda self, model: score)
+        return VALIDATION * 1500 * search(task(), plan(mean_runs=1.0001))[1]["search"]["score"] - score
+
+
+def test_noise_of_a_score_belongs_to_the_score_it_is_added_to(monkeypatch):
+    """Fits of one seed on neighbouring tables: noise that meets two sums is what their difference is read off from."""
+    first, again, other = (noise_of_a_score(monkeypatch, score) for score in (150.0, 150.0, 151.0))
+    assert first == again and abs(first - other) > 0.01 and max(abs(first), abs(other)) < 60
+
+
 def test_a_run_that_releases_more_is_stopped(monkeypatch):
     several(monkeypatch)
     monkeypatch.setattr(_search, "_run_epsilon", lambda *_: 1.0)

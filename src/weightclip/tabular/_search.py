@@ -17,15 +17,18 @@ import numpy as np
 from weightclip.accounting import Mechanism
 from weightclip.errors import WeightclipError
 from weightclip.noise import Streams
+from weightclip.tabular._door import Door
 from weightclip.tabular._fit import fit_classifier, fit_regressor
 from weightclip.tabular._model import Model
 from weightclip.tabular._plan import FitPlan
+from weightclip.tabular._private import release
 from weightclip.tabular._report import mechanisms_of, searched_epsilon, searched_report
 from weightclip.tabular._table import BLOCK, Table
 
 T = TypeVar("T")
 
 VALIDATION = 0.2  # probability with which a record serves to compare runs, not to train them
+_ONE = 2**30  # scores are kept in whole units of 1/_ONE
 _HIDDEN = ((), (16,), (32,))
 _RANGES = {"learning_rate": (0.015, 0.2), "joint_cap": (0.1, 1.0), "temperature": (0.2, 1.0)}  # even in the logarithm
 
@@ -63,18 +66,20 @@ class Task:
         """Number of right answers, or of records less their errors in units of the range; one record counts 1 at most.
 
         Formal guarantees:
-            Adding or removing one record changes it by at most 1.
+            Adding or removing one record changes it by at most 1: terms are whole multiples of 2^-30 in [0, 1], and
+            their sum is exact.
         """
-        total = 0.0
+        total = 0
         for start in range(0, len(self.table), BLOCK):
             values, labels = np.asarray(self.table.values[start : start + BLOCK]), self.labels[start : start + BLOCK]
             if self.classes:
-                total += float((model.probabilities(values).argmax(1) == labels).sum())
+                total += int((model.probabilities(values).argmax(1) == labels).sum()) * _ONE
             else:
                 low, high = self.span
                 errors = np.abs(model.regress(values) - np.clip(labels, low, high)) / (high - low)
-                total += float((1 - np.clip(np.nan_to_num(errors, nan=1.0), 0.0, 1.0)).sum())
-        return total
+                right = 1 - np.clip(np.nan_to_num(errors, nan=1.0), 0.0, 1.0)
+                total += int(np.rint(right * _ONE).astype(np.int64).sum())
+        return total / _ONE
 
 
 @dataclass(frozen=True)
@@ -145,8 +150,8 @@ def search(task: Task, how: SearchPlan) -> tuple[Model, dict[str, Any]]:
         model, report = training.fit(replace(inner, chosen={**_candidate(rng), **whole.chosen}, streams=streams))
         if [replace(m, label="") for m in mechanisms_of(report)] != agreed:  # labels count released features
             raise WeightclipError("a run released something else than was paid for; this is a bug, please report it.")
-        noise = how.score_sigma * float(streams.numpy("tune/score").standard_normal())
-        return validation.score(model) + noise, (model, report)
+        score = release(np.array([validation.score(model)]), 1, how.score_sigma, Door(streams), "tune/score")
+        return float(score[0]), (model, report)
 
     score, (model, report) = best_of_random_runs(run, how.mean_runs, whole.streams)
     share = min(1.0, max(0.0, score / max(1.0, VALIDATION * n)))
