@@ -1,4 +1,4 @@
-"""DP-SGD by Opacus on the estimators' own features, with averaging, decay and paid preprocessing: for ``estimators.py``.
+"""DP-SGD by Opacus on the estimators' own features, with averaging and decay: a column of ``estimators.py``.
 
 What differs from the default estimator is what is left: Opacus' flat clipping of an ordinary cross-entropy.
 """
