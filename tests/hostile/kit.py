@@ -39,6 +39,11 @@ def train(*more: str) -> tuple[str, ...]:
     return (*TRAIN, *more)
 
 
+def tune(*more: str) -> tuple[str, ...]:
+    """As `train`, for a search."""
+    return ("tune", "{data}", "--target", "label", "--epsilon", "3", "--delta", "1e-5", "--out", "{dir}/m", *more)
+
+
 def contents(folder: Path) -> dict[str, str]:
     """Every file under a folder, by name, with what it holds."""
     found = {}

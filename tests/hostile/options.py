@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tests.hostile.kit import Case, train
+from tests.hostile.kit import Case, train, tune
 
 BAD_OPTIONS: tuple[tuple[str, str, str], ...] = (
     # option, value, what the line must name
@@ -45,6 +45,16 @@ BAD_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--delimiter", "", "--delimiter"), ("--delimiter", ";;", "--delimiter"), ("--delimiter", "\n", "--delimiter"),
     ("--delimiter", '"', "--delimiter"), ("--delimiter", ";", "no column 'label'"),
     ("--eps", "1", "--eps"), ("--privacy", "none", "--privacy"),
+)  # fmt: skip
+
+BAD_TUNE: tuple[tuple[str, str, str], ...] = (
+    *(("--epsilon", value, "--epsilon") for value in ("nan", "inf", "-inf", "-1", "0", "text", "", "1e-9", "1e999")),
+    *(("--delta", value, "--delta") for value in ("nan", "0", "1", "text")),
+    *(("--mean-runs", value, "--mean-runs") for value in ("nan", "inf", "1", "-3", "1e9", "many")),
+    *(("--score-noise", value, "--score-noise") for value in ("nan", "inf", "0", "-1", "loud")),
+    ("--epochs", "nan", "--epochs"), ("--seed", "-1", "--seed"), ("--n-records", "0", "--n-records"),
+    ("--target", "nope", "no column 'nope'"), ("--out", "{data}", "exists already"),
+    ("--epsilon", "0.01", "search less"),
 )  # fmt: skip
 
 REGRESSION = ("--task", "regression", "--target", "a")
@@ -89,9 +99,10 @@ OTHERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("certify a file", ("certify", "{data}"), "cannot read checksums.json"),
     ("certify two", ("certify", "{model}", "{model}"), ""),
     ("certify an empty name", ("certify", ""), "cannot read checksums.json"),
-    ("tune an unknown set", ("tune", "nope"), "nope"),
-    ("tune into a file", ("tune", "adult", "--out", "{data}"), "File exists"),
-    ("tune without trials", ("tune", "adult", "--trials", "0"), "--trials"),
+    ("tune a missing table", ("tune", "{dir}/none.csv", *tune()[2:]), "none.csv"),
+    ("tune with an unknown option", tune("--trials", "0"), "--trials"),
+    ("tune without epsilon", ("tune", "{data}", "--target", "label", "--out", "{dir}/m"), "--epsilon"),
+    ("tune a number without a range", tune(*REGRESSION), "--target-range"),
     ("audit with an unknown option", ("audit", "--nope"), "--nope"),
 )  # fmt: skip
 
@@ -121,6 +132,7 @@ CASES = (
         Case(f"{option} {value[:20]!r} ({len(value)})", train(option, value), match)
         for option, value, match in BAD_OPTIONS
     ),
+    *(Case(f"tune {option} {value!r}", tune(option, value), match) for option, value, match in BAD_TUNE),
     *(Case(*other) for other in OTHERS),
     *LINKS,
 )

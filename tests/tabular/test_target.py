@@ -41,12 +41,12 @@ def test_a_public_range_needs_nothing():
     assert Target.public(5.0, 5.0).unit > 0
 
 
-def look(predictions, targets, sigma, weights=None, seed=0):
+def look(predictions, targets, sigma, weights=None, seed=0, n=None):
     """The last look at these predictions, with those of pretended records spread as far as they are."""
     f, y = np.asarray(predictions, dtype=float), np.asarray(targets, dtype=float)
     w = None if weights is None else np.asarray(weights, dtype=float)
     reference = np.linspace(-1.7, 1.7, 100) * (REFERENCE or f.std())
-    return agreement(lambda: iter([(f, y, w)]), reference, 5, len(f), sigma, Door(Streams.seeded(seed)))[0]
+    return agreement(lambda: iter([(f, y, w)]), reference, 5, n or len(f), sigma, Door(Streams.seeded(seed)))[0]
 
 
 REFERENCE = 0.0
@@ -66,13 +66,27 @@ def test_one_record_moves_the_sums_by_no_more_than_the_noise_assumes(record, wei
     f, y = RNG.normal(size=40), RNG.normal(size=40)
     w = None if weight is None else np.ones(40)
     look(f, y, 1.0, w)
-    look([*f, record[0]], [*y, record[1]], 1.0, None if w is None else [*w, weight])
-    moved = np.linalg.norm(seen[1][0] - seen[0][0])
-    assert moved <= math.sqrt(seen[0][1]) and len(seen[0][0]) == (2 if weight is None else 3)
-    if record == (9.0, 9.0) and weight in (None, 1.0, 1e9):
-        assert moved == pytest.approx(math.sqrt(2 if weight is None else 3))
+    public = iter([total for total, _ in seen])  # what is released first steers the second: the same for both
+    monkeypatch.setattr(private, "release", lambda *a: (release(*a), next(public))[1])
+    look([*f, record[0]], [*y, record[1]], 1.0, None if w is None else [*w, weight], n=40)
+    moved = np.array([np.linalg.norm(seen[2 + k][0] - seen[k][0]) for k in (0, 1)])
+    assumed = np.sqrt([touched for _, touched in seen[:2]])
+    assert (moved <= assumed).all() and [len(total) for total, _ in seen[:2]] == [1 if weight is None else 2, 3]
+    if record == (9.0, 9.0) and weight in (None, 1.0, 1e9):  # the bounds are reached, and the noise is made for them
+        assert moved == pytest.approx(np.sqrt([1 if weight is None else 1 + 1 / 9, 1 + 2 / 9]))
+        assert assumed == pytest.approx(moved, rel=1e-5)
     if not np.isfinite(record).all() or (weight is not None and not weight > 0):
-        assert moved == 0
+        assert (moved == 0).all()
+
+
+def test_the_two_parts_of_the_last_look_cost_what_one_was_charged(monkeypatch):
+    sigmas = []
+    monkeypatch.setattr(private, "release", lambda total, touched, sigma, *_: (sigmas.append(sigma), total)[1])
+    y = RNG.normal(size=40)
+    for weights in (None, np.full(40, 0.5)):
+        sigmas.clear()
+        look(y, y, 7.0, weights)
+        assert len(sigmas) == 2 and sum(s**-2 for s in sigmas) == pytest.approx(7.0**-2, rel=1e-12)
 
 
 @pytest.mark.parametrize("weights", [None, np.full(4000, 0.3)], ids=["plain", "weighted"])

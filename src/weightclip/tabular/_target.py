@@ -19,10 +19,12 @@ from weightclip.tabular._table import Table
 
 _UNIT = 1.0  # of a target that the network learns, in standard deviations: Huber's loss bounds what lies far out
 _ONE = 2.0**30  # sums are kept in whole units of 1/_ONE
-_REACH = 2.5  # swings and targets are cut at this many units in the last look
-_SURE = 1.0  # deviations of its noise that are taken off before the last look is believed
-_FITTED = 0.5  # of each feature, what predictions owe to the noise of the very records they are compared with
-_FOLLOW = 0.7  # where targets follow predictions by this much, nothing is taken back
+_REACH = 2.5  # targets are cut at this many units where their mean is taken
+_NEAR = 0.5  # predictions and targets are cut at this many units where it is asked whether they go together
+_ASIDE = 1 / 3  # weight of the sums that only correct others
+_SURE = 2.75  # deviations of its noise that are taken off before the last look is believed
+_FITTED = 2.1  # times √features: what predictions owe to the noise of the very records they are compared with
+_FOLLOW = 0.6  # where targets follow predictions by this much, nothing is taken back
 Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]]
 
 
@@ -103,9 +105,11 @@ def agreement(
     """(factor, mean): predictions should be factor·prediction + (1 − factor)·mean, the factor from 0 to 1.
 
     With little data the noise of training can move predictions further from the targets than the targets' mean is. A
-    sum over the records tells whether the targets follow the predictions; where that is not sure, the mean takes their
-    place. Predictions follow the targets they were fitted to even where there is nothing to learn, the more so the
-    more features they have: that much is taken off, and so is one deviation of the noise.
+    sum over the records tells whether the targets go with the predictions; where that is not sure, the mean takes their
+    place. Sure means: by nearly three deviations of the noise that is added and of chance (what so many records of a
+    target show that no column explains), beyond what predictions follow the very targets they were fitted to. Values
+    are cut near the mean, which is released first: signs tell most of whether two things go together, for the least
+    noise.
 
     Args:
         blocks: Makes a pass over (predictions, targets, sample weights or None), the first two in the units that the
@@ -114,35 +118,54 @@ def agreement(
         features: Number of features, as released.
         n: Public number of records.
         sigma: Noise multiplier; 0 is not private.
-        door: Where the release goes through.
+        door: Where the releases go through.
 
     Formal guarantees:
-        Releases Σwuv and Σwv (and with sample weights Σw) over records, u and v being prediction and target in public
-        units, cut to [−1, 1], and w the weight, cut to [0, 1]: one record moves the two by at most √2 (the three by at
-        most √3) in l2 norm, hence one Gaussian mechanism with multiplier `sigma` under adding or removing one record.
-        Terms are whole multiples of 2^-30 and their sums are exact; a record whose target or prediction is not finite,
-        or whose weight is no number, counts zero. Factor and mean are post-processing.
+        Two Gaussian mechanisms under adding or removing one record, which together have multiplier `sigma`, as their
+        1/σ² add up (SOUNDNESS Theorem 2). The first releases Σwt (with sample weights also Σw/3), the second, around
+        the mean that this gives, Σwuv, Σwu/3 and Σwv/3. u is the prediction, t and v are the target, each in public
+        units and cut to [−1, 1], w is the weight, cut to [0, 1]: one record moves the first by at most 1 (√(1 + 1/9))
+        and the second by at most √(1 + 2/9) in l2 norm, and all sums get the same noise. Terms are whole multiples of
+        2^-30 and their sums are exact; a record whose target or prediction is not finite, or whose weight is no number,
+        counts zero. Factor and mean are post-processing.
     """
-    middle, spread = float(np.mean(reference)), max(float(np.std(reference)), 1e-6)
-    total, weighted = np.zeros(3, dtype=np.int64), False
+    weighted = next(iter(blocks()))[2] is not None
+    first, second = 1 + weighted * _ASIDE**2, 1 + 2 * _ASIDE**2  # squared sensitivities
+    noise = sigma * math.sqrt(first + second)
 
-    def cut(x: np.ndarray, center: float, unit: float) -> np.ndarray:
-        return np.clip((x - center) / (_REACH * unit), -1.0, 1.0)
+    def released(terms: Callable[..., list[np.ndarray]], touched: float, label: str) -> list[float]:
+        total = 0
+        for f, y, weights in blocks():
+            w = np.ones_like(y) if weights is None else np.clip(np.nan_to_num(weights, nan=0.0), 0.0, 1.0)
+            w = np.where(np.isfinite(f) & np.isfinite(y), w, 0.0)
+            total = total + np.rint(np.stack(terms(f, y, w)) * _ONE).astype(np.int64).sum(axis=1)
+        # the multiplier of this part alone
+        return private.release(total / _ONE, touched * (1 + 1e-5), noise / math.sqrt(touched), door, label).tolist()
 
-    for predictions, targets, weights in blocks():
-        w = np.ones_like(targets) if weights is None else np.clip(np.nan_to_num(weights, nan=0.0), 0.0, 1.0)
-        weighted = weights is not None
-        w = np.where(np.isfinite(predictions) & np.isfinite(targets), w, 0.0)
-        u, v = np.nan_to_num(cut(predictions, middle, spread)), np.nan_to_num(cut(targets, 0.0, 1.0))
-        total += np.rint(np.stack([w * u * v, w * v, w]) * _ONE).astype(np.int64).sum(axis=1)
-    touched = 3 if weighted else 2
-    both, mean, *many = private.release(total[:touched] / _ONE, touched * (1 + 1e-5), sigma, door, "target/agreement")
-    noise = sigma * math.sqrt(touched)
+    mean, *many = released(
+        lambda f, y, w: [w * _cut(y, 0.0, _REACH), *([_ASIDE * w] if weighted else [])], first, "target/mean"
+    )
     # With weights nobody knows in public how many records there are in effect; without, there are n.
-    count = max(float(many[0]), 2 * noise, 1.0) if many else float(n)
-    mean = min(1.0, max(-1.0, float(mean) / count))
-    swing = count * max(float(np.mean(cut(reference, middle, spread) ** 2)), 1e-9)
-    # v is taken from zero: what u and v have in common by their means is no agreement
-    both = float(both) - count * mean * float(np.mean(cut(reference, middle, spread)))
-    doubt = _SURE * noise + _FITTED * features / (_REACH**2 * spread)
-    return min(1.0, max(0.0, (both - doubt) / (_FOLLOW * spread * swing))), _REACH * mean
+    count = max(many[0] / _ASIDE, 2 * noise, 1.0) if many else float(n)
+    mean = _REACH * min(1.0, max(-1.0, mean / count))
+    middle, spread = float(np.mean(reference)), max(float(np.std(reference)), 1e-6)
+
+    def terms(f: np.ndarray, y: np.ndarray, w: np.ndarray) -> list[np.ndarray]:
+        # records lie where the targets do, whatever the level of pretended ones
+        u, v = _cut(f, mean, _NEAR * spread), _cut(y, mean, _NEAR)
+        return [w * u * v, _ASIDE * w * u, _ASIDE * w * v]
+
+    both, *sides = released(terms, second, "target/agreement")
+    u, v = (min(1.0, max(-1.0, side / _ASIDE / count)) for side in sides)
+    swings = _cut(reference, middle, _NEAR * spread)
+    # uv on average if targets equal predictions: v moves about as much as the target, whose unit is wide
+    whole = max(float(np.mean(swings * (reference - middle))), 1e-9)
+    chance = count * float(np.mean(swings**2)) ** 2  # variance of Σuv if u and v have nothing to do with each other
+    deviation = math.sqrt(noise**2 * (1 + (u * u + v * v) / _ASIDE**2) + chance)
+    together = both - count * u * v - _FITTED * math.sqrt(features) * whole / spread**2
+    slope = (together - _SURE * deviation) / (count * whole)
+    return min(1.0, max(0.0, slope / _FOLLOW)), mean
+
+
+def _cut(x: np.ndarray, center: float, unit: float) -> np.ndarray:
+    return np.nan_to_num(np.clip((x - center) / unit, -1.0, 1.0))
