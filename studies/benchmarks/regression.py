@@ -4,7 +4,8 @@
 
 DIR holds the data of a package (``pip install --no-deps --target DIR islp``); without it only scikit-learn's diabetes
 runs. Every run has a split of its own (a fifth for the test) and seeds its noise with its number. `error_of_mean` and
-`below_mean` are those of ``collapse.py``. Constants of the estimator's last look were chosen with an eye on these tables.
+`below_mean` are those of ``collapse.py``. Constants of the estimator's last look were chosen with an eye on these
+tables.
 """
 
 from __future__ import annotations

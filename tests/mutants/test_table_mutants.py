@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from tests.tabular import test_search
+from tests.tabular import test_search, test_target
 
 import weightclip.tabular._base as base
 import weightclip.tabular._classifier as classifier
@@ -84,3 +84,15 @@ def test_noise_of_a_score_that_is_keyed_by_the_run_alone_is_found(monkeypatch):
     monkeypatch.setattr(Door, "noise", patched)
     with pytest.raises(AssertionError):
         test_search.test_noise_of_a_score_belongs_to_the_score_it_is_added_to(monkeypatch)
+
+
+def test_a_last_look_that_believes_all_predictions_is_found(monkeypatch):
+    monkeypatch.setattr(fit, "agreement", lambda *_: (1.0, 0.0))
+    with pytest.raises(AssertionError):
+        test_target.test_no_fit_is_worse_than_the_mean_by_more_than_the_means_own_error()
+
+
+def test_a_last_look_that_does_not_cut_is_found(monkeypatch):
+    monkeypatch.setattr(target, "_cut", lambda x, center, unit: np.nan_to_num((x - center) / unit))
+    with pytest.raises(AssertionError):
+        test_target.test_one_record_moves_the_sums_by_no_more_than_the_noise_assumes((9.0, 9.0), None, monkeypatch)

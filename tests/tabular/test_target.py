@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import weightclip.tabular._private as private
 from weightclip.noise._streams import Streams
+from weightclip.tabular import LipDPRegressor
 from weightclip.tabular._columns import Column
 from weightclip.tabular._door import Door
 from weightclip.tabular._encoder import fit_private
@@ -113,3 +115,29 @@ def test_pretended_rows_spread_as_the_released_quantiles_say():
     rows = pretended(encoder)
     assert rows.shape == (2000, 2) and set(rows[:, 1]) == {0.0, 1.0}
     assert rows[:, 0].mean() == pytest.approx(50, abs=2) and 5 < rows[:, 0].std() < 14
+
+
+def fits(runs: int, explained: float) -> tuple[np.ndarray, np.ndarray]:
+    """R² of default fits to 600 records, and of the constant each would fall back on (the mean of its predictions)."""
+    scores, constants = [], []
+    for seed in range(runs):
+        rng = np.random.default_rng(seed)
+        X = rng.normal(size=(2600, 4))
+        y = 250 + 80 * (math.sqrt(explained) * X.sum(1) / 2 + math.sqrt(1 - explained) * rng.normal(size=2600))
+        model = LipDPRegressor(epsilon=1.0, random_state=seed).fit(X[:600], y[:600])
+        constant = float(np.mean(model.predict(X[:600])))
+        scores.append(model.score(X[600:], y[600:]))
+        constants.append(1 - np.mean((y[600:] - constant) ** 2) / np.var(y[600:]))
+    return np.array(scores), np.array(constants)
+
+
+def test_no_fit_is_worse_than_the_mean_by_more_than_the_means_own_error():
+    """Two hundred fits with WEIGHTCLIP_FULL=1 to targets that no column explains."""
+    scores, constants = fits(200 if os.environ.get("WEIGHTCLIP_FULL") == "1" else 5, 0.0)
+    own = float(np.mean(np.maximum(-constants, 0.0)))
+    assert own < 0.05 and (scores >= constants - own).all(), (own, np.min(scores - constants))
+
+
+def test_what_columns_explain_is_not_thrown_away():
+    scores, _ = fits(3, 0.9)
+    assert scores.min() > 0.6
