@@ -1,6 +1,7 @@
 """CPU seconds and memory of one fit against the number of rows; each size in a process of its own, one thread.
 
-python studies/benchmarks/rows.py --rows 500000,2000000 --out results/estimators/rows.csv
+python studies/benchmarks/rows.py --rows 2000000 --others --ebm PYTHON
+python studies/benchmarks/rows.py --rows 10000000 --append
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+FIELDS = ("model", "rows", "columns", "cpu_s", "wall_s", "table_MB", "peak_MB", "accuracy", "boosting_cpu_s",
+          "boosting_accuracy", "ebm_cpu_s", "ebm_accuracy")  # fmt: skip
 
 
 def one(rows: int, columns: int, others: bool, ebm: str | None) -> dict[str, str]:
@@ -83,6 +87,7 @@ def main() -> None:
     parser.add_argument("--ebm", help="python with interpret-core: DP-EBM on the same table, its ranges public")
     parser.add_argument("--out", type=Path, default=Path("results/estimators/rows.csv"))
     parser.add_argument("--one", type=int, help="internal: run this size here")
+    parser.add_argument("--append", action="store_true", help="add to the file instead of writing it anew")
     arguments = parser.parse_args()
     if arguments.one:
         writer = csv.writer(sys.stdout)
@@ -91,19 +96,21 @@ def main() -> None:
         writer.writerow(result.values())
         return
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    results = []
-    for rows in arguments.rows.split(","):
-        command = [sys.executable, __file__, "--one", rows, "--columns", str(arguments.columns)]
-        command += ["--others"] if arguments.others else []
-        command += ["--ebm", arguments.ebm] if arguments.ebm else []
-        done = subprocess.run(command, env={**os.environ, **threads}, stdout=subprocess.PIPE, text=True, check=True)
-        results += list(csv.DictReader(done.stdout.splitlines()))
-        print(results[-1], file=sys.stderr)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, results[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(results)
+    add = arguments.append and arguments.out.exists()
+    with arguments.out.open("a" if add else "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, FIELDS, restval="", lineterminator="\n")
+        if not add:
+            writer.writeheader()
+        for rows in arguments.rows.split(","):
+            command = [sys.executable, __file__, "--one", rows, "--columns", str(arguments.columns)]
+            command += ["--others"] if arguments.others else []
+            command += ["--ebm", arguments.ebm] if arguments.ebm else []
+            done = subprocess.run(command, env={**os.environ, **threads}, stdout=subprocess.PIPE, text=True, check=True)
+            for result in csv.DictReader(done.stdout.splitlines()):
+                print(result, file=sys.stderr)
+                writer.writerow(result)
+            file.flush()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -36,43 +37,38 @@ _TYPES = ("types of columns that no schema describes are those of X: declare the
           "values (one text makes objects of numbers or booleans)")  # fmt: skip
 
 
+@dataclass(eq=False, repr=False)
 class LipDP(BaseEstimator):
-    """Base of both estimators."""
+    """Base of both estimators: the parameters they share, which `LipDPClassifier` describes.
 
-    classes_: np.ndarray
-    n_features_in_: int
+    A dataclass, so that each parameter is written once and scikit-learn still finds all of them in ``__init__``.
+    """
 
-    def __init__(
-        self, epsilon: float = 1.0, delta: float | None = None, *, feature_bounds: Any = None,
-        categories: Mapping[Any, Sequence[Any]] | None = None, schema: Any = None, preprocessing: Any = None,
-        hidden_layer_sizes: Sequence[int] | None = None, epochs: float | None = None,
-        batch_fraction: float | None = None, learning_rate: float | None = None, gradient_cap: float | None = None,
-        joint_cap: float | None = None, temperature: float | None = None, bias_scale: float | None = None,
-        weight_norm: float | None = None, accountant: str = "pld", random_state: Any = None,
-        n_records: int | None = None, ledger: Any = None, verbose: int = 0,
-        n_jobs: int | None = None,
-    ) -> None:  # fmt: skip
-        self.epsilon = epsilon
-        self.delta = delta
-        self.feature_bounds = feature_bounds
-        self.categories = categories
-        self.schema = schema
-        self.preprocessing = preprocessing
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.epochs = epochs
-        self.batch_fraction = batch_fraction
-        self.learning_rate = learning_rate
-        self.gradient_cap = gradient_cap
-        self.joint_cap = joint_cap
-        self.temperature = temperature
-        self.bias_scale = bias_scale
-        self.weight_norm = weight_norm
-        self.accountant = accountant
-        self.random_state = random_state
-        self.n_records = n_records
-        self.ledger = ledger
-        self.verbose = verbose
-        self.n_jobs = n_jobs
+    epsilon: float = 1.0
+    delta: float | None = None
+    _: KW_ONLY
+    feature_bounds: Any = None
+    categories: Mapping[Any, Sequence[Any]] | None = None
+    schema: Any = None
+    preprocessing: Any = None
+    hidden_layer_sizes: Sequence[int] | None = None
+    epochs: float | None = None
+    batch_fraction: float | None = None
+    learning_rate: float | None = None
+    gradient_cap: float | None = None
+    joint_cap: float | None = None
+    temperature: float | None = None
+    bias_scale: float | None = None
+    weight_norm: float | None = None
+    accountant: str = "pld"
+    random_state: Any = None
+    n_records: int | None = None
+    ledger: Any = None
+    verbose: int = 0
+    n_jobs: int | None = None
+    # what a fit finds
+    classes_: np.ndarray = field(init=False)
+    n_features_in_: int = field(init=False)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

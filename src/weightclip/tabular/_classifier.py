@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from weightclip.tabular._shapes import one_target
 from weightclip.tabular._weights import weigh
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LipDPClassifier(ClassifierMixin, LipDP):
     """Differentially private classifier for tables: binary or multi-class, numbers and categories, missing values.
 
@@ -68,25 +70,7 @@ class LipDPClassifier(ClassifierMixin, LipDP):
         (True, True)
     """
 
-    def __init__(
-        self, epsilon: float = 1.0, delta: float | None = None, *, feature_bounds: Any = None,
-        categories: Mapping[Any, Sequence[Any]] | None = None, schema: Any = None, preprocessing: Any = None,
-        hidden_layer_sizes: Sequence[int] | None = None, epochs: float | None = None,
-        batch_fraction: float | None = None, learning_rate: float | None = None, gradient_cap: float | None = None,
-        joint_cap: float | None = None, temperature: float | None = None, bias_scale: float | None = None,
-        weight_norm: float | None = None, accountant: str = "pld", random_state: Any = None,
-        n_records: int | None = None, ledger: Any = None, verbose: int = 0,
-        n_jobs: int | None = None, classes: Sequence[Any] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            epsilon, delta, feature_bounds=feature_bounds, categories=categories, schema=schema,
-            preprocessing=preprocessing, hidden_layer_sizes=hidden_layer_sizes, epochs=epochs,
-            batch_fraction=batch_fraction, learning_rate=learning_rate, gradient_cap=gradient_cap,
-            joint_cap=joint_cap, temperature=temperature, bias_scale=bias_scale, weight_norm=weight_norm,
-            accountant=accountant, random_state=random_state, n_records=n_records, ledger=ledger,
-            verbose=verbose, n_jobs=n_jobs,
-        )  # fmt: skip
-        self.classes = classes
+    classes: Sequence[Any] | None = None
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

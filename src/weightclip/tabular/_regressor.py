@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from weightclip.tabular._table import to_numbers
 from weightclip.tabular._weights import weigh
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LipDPRegressor(RegressorMixin, LipDP):
     """Differentially private regressor for tables, with a robust loss.
 
@@ -36,26 +37,8 @@ class LipDPRegressor(RegressorMixin, LipDP):
         True
     """
 
-    def __init__(
-        self, epsilon: float = 1.0, delta: float | None = None, *, feature_bounds: Any = None,
-        categories: Mapping[Any, Sequence[Any]] | None = None, schema: Any = None, preprocessing: Any = None,
-        hidden_layer_sizes: Sequence[int] | None = None, epochs: float | None = None,
-        batch_fraction: float | None = None, learning_rate: float | None = None, gradient_cap: float | None = None,
-        joint_cap: float | None = None, temperature: float | None = None, bias_scale: float | None = None,
-        weight_norm: float | None = None, accountant: str = "pld", random_state: Any = None,
-        n_records: int | None = None, ledger: Any = None, verbose: int = 0,
-        n_jobs: int | None = None, loss: str = "huber", target_bounds: tuple[float, float] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            epsilon, delta, feature_bounds=feature_bounds, categories=categories, schema=schema,
-            preprocessing=preprocessing, hidden_layer_sizes=hidden_layer_sizes, epochs=epochs,
-            batch_fraction=batch_fraction, learning_rate=learning_rate, gradient_cap=gradient_cap,
-            joint_cap=joint_cap, temperature=temperature, bias_scale=bias_scale, weight_norm=weight_norm,
-            accountant=accountant, random_state=random_state, n_records=n_records, ledger=ledger,
-            verbose=verbose, n_jobs=n_jobs,
-        )  # fmt: skip
-        self.loss = loss
-        self.target_bounds = target_bounds
+    loss: str = "huber"
+    target_bounds: tuple[float, float] | None = None
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

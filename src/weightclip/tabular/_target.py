@@ -134,13 +134,16 @@ def agreement(
     noise = sigma * math.sqrt(first + second)
 
     def released(terms: Callable[..., list[np.ndarray]], touched: float, label: str) -> list[float]:
-        total = 0
+        parts = []
         for f, y, weights in blocks():
             w = np.ones_like(y) if weights is None else np.clip(np.nan_to_num(weights, nan=0.0), 0.0, 1.0)
             w = np.where(np.isfinite(f) & np.isfinite(y), w, 0.0)
-            total = total + np.rint(np.stack(terms(f, y, w)) * _ONE).astype(np.int64).sum(axis=1)
+            parts.append(np.rint(np.stack(terms(f, y, w)) * _ONE).astype(np.int64).sum(axis=1))
+        total = np.stack(parts).sum(axis=0)
         # the multiplier of this part alone
-        return private.release(total / _ONE, touched * (1 + 1e-5), noise / math.sqrt(touched), door, label).tolist()
+        return private.release(
+            np.asarray(total / _ONE), touched * (1 + 1e-5), noise / math.sqrt(touched), door, label
+        ).tolist()
 
     mean, *many = released(
         lambda f, y, w: [w * _cut(y, 0.0, _REACH), *([_ASIDE * w] if weighted else [])], first, "target/mean"
