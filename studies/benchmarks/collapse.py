@@ -1,6 +1,6 @@
 r"""Do fits without declared ranges collapse? Many seeds on synthetic tables, with ranges declared and not.
 
-    python studies/benchmarks/collapse.py --runs 25 --records 600,2000 --epsilons 1 --tables plain,mixed --declared no
+    python studies/benchmarks/collapse.py --runs 50 --records 600 --epsilons 1 --tables plain,mixed --declared no
     python studies/benchmarks/collapse.py --runs 100 --records 600 --epsilons 1 --tables noise --tasks regression \
         --declared no --append
 
@@ -31,6 +31,8 @@ import numpy as np
 from weightclip.tabular import LipDPClassifier, LipDPRegressor
 
 TEST = 4000
+FIELDS = ("task", "table", "records", "columns", "epsilon", "ranges", "runs", "median", "worst", "collapsed",
+          "error_of_mean", "below_mean")  # fmt: skip
 
 
 def plain(rng: np.random.Generator, n: int, columns: int) -> np.ndarray:
@@ -125,27 +127,28 @@ def main() -> None:
         for n in arguments.records.split(",") for columns in arguments.columns.split(",")
         for e in arguments.epsilons.split(",") for declared in arguments.declared.split(",")
     ]  # fmt: skip
-    rows = []
-    for i, setting in enumerate(settings):
-        started = time.process_time()
-        scores, base = np.array([one(*setting[:5], seed, setting[5]) for seed in range(arguments.runs)]).T
-        median = float(np.median(scores))
-        task, table, n, columns, epsilon, declared = setting
-        rows.append({
-            "task": task, "table": table, "records": n, "columns": columns, "epsilon": epsilon,
-            "ranges": "declared" if declared else "private", "runs": arguments.runs, "median": f"{median:.4f}",
-            "worst": f"{scores.min():.4g}", "collapsed": int((scores < median - 0.1).sum()),
-            **below_mean(scores, base, task),
-        })  # fmt: skip
-        line = ", ".join(f"{k} {v}" for k, v in rows[-1].items())
-        print(f"[{i + 1}/{len(settings)}] {line} ({time.process_time() - started:.0f} s)", file=sys.stderr, flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     add = arguments.append and arguments.out.exists()
     with arguments.out.open("a" if add else "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         if not add:
             writer.writeheader()
-        writer.writerows(rows)
+        for i, setting in enumerate(settings):
+            started = time.process_time()
+            scores, base = np.array([one(*setting[:5], seed, setting[5]) for seed in range(arguments.runs)]).T
+            median = float(np.median(scores))
+            task, table, n, columns, epsilon, declared = setting
+            row = {
+                "task": task, "table": table, "records": n, "columns": columns, "epsilon": epsilon,
+                "ranges": "declared" if declared else "private", "runs": arguments.runs, "median": f"{median:.4f}",
+                "worst": f"{scores.min():.4g}", "collapsed": int((scores < median - 0.1).sum()),
+                **below_mean(scores, base, task),
+            }  # fmt: skip
+            writer.writerow(row)
+            file.flush()
+            line = ", ".join(f"{k} {v}" for k, v in row.items())
+            took = time.process_time() - started
+            print(f"[{i + 1}/{len(settings)}] {line} ({took:.0f} s)", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

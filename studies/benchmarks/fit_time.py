@@ -19,7 +19,10 @@ from statistics import median
 _ONE = """
 import json, sys, time, warnings
 import pandas as pd
-from weightclip.estimators import LipDPClassifier
+try:
+    from weightclip import LipDPClassifier
+except ImportError:  # versions before November 2026
+    from weightclip.estimators import LipDPClassifier
 warnings.simplefilter("ignore")
 frame, schema, rows = pd.read_pickle(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 y = frame.pop("(y)").to_numpy()

@@ -138,10 +138,11 @@ def _before_regression(
         if span is None:
             raise WeightclipError("PublicScaling needs the public range of the target.")
         scale = Target.public(*span)
-    else:  # one more private statistic, and one column of its own: a fifth of what statistics get
-        scale, released = fit_target(y, span, sigma * math.sqrt(5), plan.door, n)
+    else:
+        part = _defaults.target_part(span is not None)
+        scale, released = fit_target(y, span, sigma / math.sqrt(part), plan.door, n)
         plan = replace(plan, spent=(*plan.spent, *released))
-        sigma *= math.sqrt(5 / 4)
+        sigma /= math.sqrt(1 - part)
     fitted = _center(_preprocess(table, plan, n, sigma), table, plan, n)
     if not isinstance(plan.preprocessing, PrivateScaling):
         return Stage(fitted, scale)

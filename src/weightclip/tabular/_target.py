@@ -19,7 +19,8 @@ from weightclip.tabular._table import Table
 
 _UNIT = 1.0  # of a target that the network learns, in standard deviations: Huber's loss bounds what lies far out
 _ONE = 2.0**30  # sums are kept in whole units of 1/_ONE
-_REACH = 2.5  # targets are cut at this many units where their mean is taken
+_REACH = (1.0, 2.5)  # targets are cut between so many units from their middle where their mean is taken,
+_BLUR = 0.04  # so that the mean's noise is at most this many units if that can be
 _NEAR = 0.5  # predictions and targets are cut at this many units where it is asked whether they go together
 _ASIDE = 1 / 3  # weight of the sums that only correct others
 _SURE = 2.75  # deviations of its noise that are taken off before the last look is believed
@@ -145,12 +146,13 @@ def agreement(
             np.asarray(total / _ONE), touched * (1 + 1e-5), noise / math.sqrt(touched), door, label
         ).tolist()
 
+    reach = min(max(_BLUR * n / max(noise, 1e-9), _REACH[0]), _REACH[1])  # from public numbers
     mean, *many = released(
-        lambda f, y, w: [w * _cut(y, 0.0, _REACH), *([_ASIDE * w] if weighted else [])], first, "target/mean"
+        lambda f, y, w: [w * _cut(y, 0.0, reach), *([_ASIDE * w] if weighted else [])], first, "target/mean"
     )
     # With weights nobody knows in public how many records there are in effect; without, there are n.
     count = max(many[0] / _ASIDE, 2 * noise, 1.0) if many else float(n)
-    mean = _REACH * min(1.0, max(-1.0, mean / count))
+    mean = reach * min(1.0, max(-1.0, mean / count))
     middle, spread = float(np.mean(reference)), max(float(np.std(reference)), 1e-6)
 
     def terms(f: np.ndarray, y: np.ndarray, w: np.ndarray) -> list[np.ndarray]:

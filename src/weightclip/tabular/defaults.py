@@ -76,6 +76,15 @@ def center_share(error: float) -> float:
     return min(0.05, max(0.01, 0.02 * (error / 0.2) ** 2))
 
 
+def target_part(known: bool) -> float:
+    """Part of what statistics get that goes to a regressor's target: a unit that is far too wide ruins the whole fit.
+
+    Args:
+        known: Whether the target's range is public.
+    """
+    return 0.2 if known else 0.5
+
+
 def agreement_share(n: int, mu: float) -> float:
     """Part of the precision spent on a regressor's last look: noise of a fortieth of n, where that is not too dear.
 
