@@ -16,6 +16,7 @@ COLUMNS = {
     "LipDPClassifier (nothing public)": "default, nothing public",
     "LipDPClassifier tuned": "tuned",
     "DP-SGD tuned": "DP-SGD, tuned",
+    "Opacus with our preprocessing tuned": "Opacus, our preprocessing, tuned",
     "DP-EBM": "DP-EBM",
     "diffprivlib LogisticRegression": "diffprivlib logistic",
     "diffprivlib GaussianNB": "diffprivlib Bayes",
