@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from tests.cli import test_train_private
 from tests.tabular import test_search, test_target
 
 import weightclip.tabular._base as base
@@ -14,7 +15,8 @@ import weightclip.tabular._fit as fit
 import weightclip.tabular._table as table
 import weightclip.tabular._target as target
 from weightclip.audit._estimators import canaries, estimator_check
-from weightclip.tabular._columns import canonical
+from weightclip.tabular import files
+from weightclip.tabular._columns import Column, canonical
 from weightclip.tabular._door import Door
 
 
@@ -96,3 +98,15 @@ def test_a_last_look_that_does_not_cut_is_found(monkeypatch):
     monkeypatch.setattr(target, "_cut", lambda x, center, unit: np.nan_to_num((x - center) / unit))
     with pytest.raises(AssertionError):
         test_target.test_one_record_moves_the_sums_by_no_more_than_the_noise_assumes((9.0, 9.0), None, monkeypatch)
+
+
+def test_kinds_of_parquet_columns_that_are_read_from_values_are_found(tmp_path, capsys, monkeypatch):
+    def kinds(self):
+        first = {name: values[:1000] for name, values in next(iter(self.blocks())).items()}
+        flags = {name: any(isinstance(v, (bool, np.bool_)) for v in values) for name, values in first.items()}
+        return {name: Column(name, "flag" if flag else "numeric") for name, flag in flags.items()}
+
+    pytest.importorskip("pyarrow")
+    monkeypatch.setattr(files.File, "kinds", kinds)
+    with pytest.raises(AssertionError):
+        test_train_private.test_kinds_of_parquet_columns_come_from_its_schema(tmp_path, capsys)
