@@ -4,12 +4,10 @@ r"""Do fits without declared ranges collapse? Many seeds on synthetic tables, wi
     python studies/benchmarks/collapse.py --runs 100 --records 600 --epsilons 1 --tables noise --tasks regression \
         --declared no --append
 
-On generators that took no part in choosing defaults:
+On generators that took no part in choosing defaults, 200 runs:
 
-    python studies/benchmarks/collapse.py --runs 50 --records 600,2000 --columns 6 --epsilons 1 --tables fresh,tailed \
-        --declared no --out results/estimators/collapse_fresh.csv
-    python studies/benchmarks/collapse.py --runs 100 --records 600,2000 --columns 6 --epsilons 1 --tables noise_fresh \
-        --tasks regression --declared no --out results/estimators/collapse_fresh.csv --append
+    python studies/benchmarks/collapse.py --runs 25 --records 600,2000 --columns 6 --tables fresh,tailed --declared no \
+        --tasks classification --out results/estimators/collapse_fresh.csv
 
 A run has collapsed when its score (accuracy, R²) lies more than 0.1 below the median of its setting. For regression the
 last columns say how far the constant that a fit would fall back on (the mean of its own predictions) lies below the

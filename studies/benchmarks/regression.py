@@ -1,6 +1,6 @@
 """Regressors on small real tables, nothing declared, with their targets and with shuffled ones: ever below the mean?
 
-    python studies/benchmarks/regression.py --extra DIR
+    python studies/benchmarks/regression.py --extra DIR --runs 5
 
 DIR holds the data of a package (``pip install --no-deps --target DIR islp``); without it only scikit-learn's diabetes
 runs. Every run has a split of its own (a fifth for the test) and seeds its noise with its number. `error_of_mean` and
