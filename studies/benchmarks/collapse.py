@@ -29,8 +29,10 @@ import numpy as np
 from weightclip.tabular import LipDPClassifier, LipDPRegressor
 
 TEST = 4000
-FIELDS = ("task", "table", "records", "columns", "epsilon", "ranges", "runs", "median", "worst", "collapsed",
-          "error_of_mean", "below_mean")  # fmt: skip
+FIELDS: tuple[str, ...] = (
+    "task", "table", "records", "columns", "epsilon", "ranges", "runs", "median",
+    "worst", "collapsed", "error_of_mean", "below_mean",
+)  # fmt: skip
 
 
 def plain(rng: np.random.Generator, n: int, columns: int) -> np.ndarray:

@@ -14,7 +14,9 @@ import argparse
 import csv
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -35,10 +37,10 @@ TABLES = (
 )  # fmt: skip
 
 
-def tables(folder: Path | None):
+def tables(folder: Path | None) -> Iterator[tuple[str, pd.DataFrame, np.ndarray]]:
     """Name, columns and target of each table."""
-    X, y = load_diabetes(return_X_y=True, as_frame=True)
-    yield "diabetes", X, np.asarray(y, dtype=float)
+    diabetes: Any = load_diabetes()
+    yield "diabetes", pd.DataFrame(diabetes.data, columns=diabetes.feature_names), diabetes.target
     for name, target, left_out in TABLES if folder else ():
         assert folder is not None
         frame = pd.read_csv(folder / "ISLP/data" / f"{name}.csv")

@@ -15,8 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-FIELDS = ("model", "rows", "columns", "cpu_s", "wall_s", "table_MB", "peak_MB", "accuracy", "boosting_cpu_s",
-          "boosting_accuracy", "ebm_cpu_s", "ebm_accuracy")  # fmt: skip
+FIELDS: tuple[str, ...] = (
+    "model", "rows", "columns", "cpu_s", "wall_s", "table_MB", "peak_MB", "accuracy",
+    "boosting_cpu_s", "boosting_accuracy", "ebm_cpu_s", "ebm_accuracy",
+)  # fmt: skip
 
 
 def one(rows: int, columns: int, others: bool, ebm: str | None) -> dict[str, str]:
