@@ -1,9 +1,9 @@
 """Six tasks beside Opacus: accuracy, time and memory at one epsilon, every setting the same.
 
 Both libraries train the same model from the same initial weights with the same optimiser, batch, epochs and noise
-multiplier (calibrated once, by PLD) and clip each record's whole gradient at 1. Opacus runs in two ways: with its hooks,
-which keep per-sample gradients, and with ghost clipping. Every run is a process of its own on one core, so that its peak
-of memory is its own; a run that is in the file already is left out.
+multiplier (calibrated once, by PLD) and clip each record's whole gradient at 1. Opacus runs in two ways: with its
+hooks, which keep per-sample gradients, and with ghost clipping. Every run is a process of its own on one core, so that
+its peak of memory is its own; a run that is in the file already is left out.
 
     python studies/benchmarks/opacus_tasks.py --out results/method/opacus_tasks.csv
 """
@@ -50,7 +50,7 @@ class Task:
 
 
 class Sentences(nn.Module):
-    """A tiny BERT (two layers of width 64) that has seen public sentences; LoRA trains four small products, and a head."""
+    """A tiny BERT (two layers of width 64) that has seen public sentences; LoRA trains four products, and a head."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -73,8 +73,9 @@ def test_causal_language_models_and_shown_losses(tmp_path):
 
     from weightclip.integrations import PrivateTrainer
 
-    arguments = lib.TrainingArguments(output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=12, use_cpu=True,
-                                      logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True)  # fmt: skip
+    arguments = lib.TrainingArguments(output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=12,
+                                      logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
+                                      use_cpu=True)  # fmt: skip
     run = PrivateTrainer(model, arguments, train_dataset=Language(),
                          privacy=dataclasses.replace(PRIVACY, show_losses=True))  # fmt: skip
     run.train()

@@ -53,10 +53,11 @@ def install(t: Training) -> None:
         layers, cap, joint = t.plan.holders(path), of("layer_cap", path), of("joint_cap", path)
         bound = joint is None and (cap is None or t.release.knorm is not None)  # that one's norm is entrywise
         for layer in layers:
+            shared = len(layers) > 1 or any(id(p) in t.strays for p in layer.parameters(recurse=False))
             make_layer_private(
                 layer, radius=of("layer_radius", path), cotangent=of("cotangent_radius", path),
                 cap=math.inf if bound else cap, beta=of("bias_scale", path) or 1.0, product=t.products[path],
-                caps=bounds.caps_of(path), bound=bound, shared=len(layers) > 1,
+                caps=bounds.caps_of(path), bound=bound, shared=shared,
             )  # fmt: skip
         measure = t.plan.measure(path, t.release.knorm) if bound else None
         t.collector.enter(Entry.of(layers[0], places, 1, joint, measure, layers[1:]))
@@ -123,7 +124,8 @@ def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], siz
             t.gate.owner = owner
 
     again = t.randomness.scope if t.draws else contextlib.nullcontext
-    probe, calls, passes = Probe(model, t.collector, uncut, again), t.randomness.calls, t.collector.passes
+    probe = Probe(model, t.collector, uncut, again, t.release.parameters)
+    calls, passes = t.randomness.calls, t.collector.passes
 
     def find_rows() -> None:
         try:
@@ -152,6 +154,7 @@ def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], siz
         uses = [facts.uses.get(i, []) for i in range(len(t.collector.entries))]
         if t.plan.learn(dict(zip(t.plan.layers, uses, strict=True))) and t.tested:
             size_up(t)
+        t.strays.update(id(t.release.parameters[i]) for i in probe.stray)
     outputs = [i for i, sketch in enumerate(facts.outputs) if sketch is not None]
     return Tested(frozenset(outputs), facts.shapes[outputs[0]])
 

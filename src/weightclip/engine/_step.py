@@ -94,6 +94,7 @@ class Training:
         self.sensitivity = Sensitivities(self, plan, release, entrywise)
         self.clip = WeightClipper(model, plan.bounds, list(plan.layers), self.sensitivity.gains)
         self.watch = Watch(model)
+        self.strays: set[int] = set()  # parameters (by id) that the model uses past their layers, too
         self.test: Callable[[Any, tuple[bool, ...]], Tested | None]
         self.tested: dict[Any, Tested | None] = {}
         self.grown = False  # whether a pass since the last loss was the first of its kind

@@ -202,7 +202,15 @@ class Collector:
         wanted = [i for i, p in enumerate(parameters) if p.requires_grad]
         leaves = [*(parameters[i] for i in wanted), self.anchor]
         given = [g.to(output.dtype) for output, g in zip(outputs, gradients, strict=True)]
-        found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+        try:
+            found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant=True" not in str(error):
+                raise
+            raise ContractError(
+                "the model uses reentrant checkpointing, whose backward pass the engine cannot follow: call "
+                "checkpoint(..., use_reentrant=False) (transformers: gradient_checkpointing_kwargs)."
+            ) from error
         return [i for i, g in zip(wanted, found[:-1], strict=True) if g is not None]
 
     def _reset(self) -> None:

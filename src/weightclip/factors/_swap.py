@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from weightclip._torch import transforms_active
 from weightclip.factors._collect import Sink
@@ -148,7 +149,7 @@ def make_layer_private(
         alone.)
     """
     native = getattr(type(module), "_wc_native", type(module))
-    whole = shared or "forward" in module.__dict__ or known_form(native) is None
+    whole = shared or "forward" in module.__dict__ or known_form(native) is None or is_parametrized(module)
     module.__class__ = _private_class(native, _names(module) if whole else None)
     layer: Any = module
     device = next((q.device for q in module.parameters(recurse=False)), torch.device("cpu"))

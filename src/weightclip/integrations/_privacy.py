@@ -42,11 +42,11 @@ class Privacy:
             Those of :meth:`weightclip.PrivacyEngine.make_private_with_epsilon`. Unless ``show_losses``, the value of
             the private criterion under gradients is NaN, whatever the records are.
         """
-        engine = PrivacyEngine(ledger=self.ledger)
+        engine, size = PrivacyEngine(ledger=self.ledger), self.max_physical_batch_size
+        settings = {"bounds": self.bounds, "max_physical_batch_size": size, **self.settings, **parts}
         engine.make_private_with_epsilon(
-            target_epsilon=self.epsilon, target_delta=self.delta, epochs=epochs,
-            **{"bounds": self.bounds, "max_physical_batch_size": self.max_physical_batch_size, **self.settings, **parts},
-        )  # fmt: skip
+            target_epsilon=self.epsilon, target_delta=self.delta, epochs=epochs, **settings
+        )
         engine.criterion.shows_values = self.show_losses
         if divides:
             engine.loss_scale = 1 / engine.loader.pieces

@@ -142,8 +142,8 @@ class PrivateTrainer(Trainer):
         """Train; the result holds no training loss."""
         if resume_from_checkpoint:
             raise ContractError(
-                "a checkpoint of the Trainer does not know how often it was released: start anew, or save and load with "
-                "trainer.engine (and Privacy(ledger=...), which counts across runs)."
+                "a checkpoint of the Trainer does not know how often it was released: start anew, or save and load "
+                "with trainer.engine (and Privacy(ledger=...), which counts across runs)."
             )
         found = super().train(None, *args, **named)
         if self.privacy.show_losses:
