@@ -62,6 +62,8 @@ def install(t: Training) -> None:
         measure = t.plan.measure(path, t.release.knorm) if bound else None
         t.collector.enter(Entry.of(layers[0], places, 1, joint, measure, layers[1:]))
     t.entrance = Entrance(t.call, t.plan.graph is not None, t.collector.anchor)
+    if t.plan.graph is not None:
+        t.entrance.look = functools.partial(_look, weakref.ref(t))
     t.gate = OutputGate(t, device, t.entrance)
     t.randomness = ForwardRandomness(device, t.mask_key, t.draws)
     before, after = t.randomness.hooks()
@@ -92,6 +94,14 @@ def install(t: Training) -> None:
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a GradScaler reaches us
 
 
+def _look(owner: weakref.ref[Training]) -> None:
+    """Before a pass of a traced model: if its hooks or forwards have changed it is tested anew, as it is now."""
+    t = owner()
+    if t is not None and t.forget_other_code():
+        key = t.entrance.last, t.watch.modes()
+        t.tested[key], t.grown = t.test(*key), True
+
+
 def _prepare(owner: weakref.ref[Training], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Before a pass under gradients: records of its public shape must have passed the test; its signature.
 
@@ -100,6 +110,7 @@ def _prepare(owner: weakref.ref[Training], module: nn.Module, args: Any, kwargs:
     t = owner()
     if t is None:
         return None
+    t.forget_other_code()
     key = signature_of(args, kwargs), t.watch.modes()
     if key not in t.tested:
         t.entrance(module, args, kwargs)
@@ -152,7 +163,7 @@ def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], siz
         return None
     if isinstance(t.plan, OpenPlan):
         uses = [facts.uses.get(i, []) for i in range(len(t.collector.entries))]
-        if t.plan.learn(dict(zip(t.plan.layers, uses, strict=True))) and t.tested:
+        if t.plan.learn(dict(zip(t.plan.layers, uses, strict=True))) and t.sized:
             size_up(t)
         t.strays.update(id(t.release.parameters[i]) for i in probe.stray)
     outputs = [i for i, sketch in enumerate(facts.outputs) if sketch is not None]
@@ -196,6 +207,7 @@ def size_up(t: Training) -> None:
         _adapt(t, t.engine.bounds.adaptive)
     moving = [e.joint is None and (bool(e.layer._wc_flags & BOUND) or t.quantiles is None) for e in entries]
     t.limits = Limits([entry.layer for entry in entries], moving, shares)
+    t.sized = True
 
 
 def _adapt(t: Training, settings: Adaptive) -> None:
