@@ -15,18 +15,6 @@ import weightclip as wc
 accelerate = pytest.importorskip("accelerate", reason="accelerate is missing: pip install weightclip[test-stock]")
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    """Accelerate keeps its settings for the whole process."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 def train(steps: int, size: int, privacy=PRIVACY, **options):
     from weightclip.integrations import prepare
 
