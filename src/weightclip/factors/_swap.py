@@ -106,6 +106,11 @@ def _private_class(native: type[nn.Module], names: tuple[str, ...] | None) -> ty
     return type(native.__name__, (FORMS[known], native), {"_wc_native": native, "_wc_whole": False})
 
 
+def forget_private_classes() -> None:
+    """Classes that were made before a form was known are made anew."""
+    _private_class.cache_clear()
+
+
 def known_form(native: type) -> type | None:
     """The known layer that a class computes like: itself or a base, of which it replaces no method."""
     for kind in native.__mro__:
