@@ -209,7 +209,6 @@ class PrivacyEngine:
         check_labels(dataset, self.output_shape, self.criterion.loss)
         size_up(training)
         training.tested[key] = tested
-        training.watch.changed()  # from here on
         sensitivity, release = training.sensitivity, training.release
         release.scales(release.sensitivities(sensitivity.evaluate()))
         agree_on_run(self)

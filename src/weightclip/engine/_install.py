@@ -92,6 +92,7 @@ def install(t: Training) -> None:
     t.handles.append(optimizer.register_step_post_hook(t.after_step))
     t.amp_before = optimizer.__dict__.get("_step_supports_amp_scaling")
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a GradScaler reaches us
+    t.watch.changed()  # from here on
 
 
 def _look(owner: weakref.ref[Training]) -> None:
