@@ -120,6 +120,10 @@ def data_parallel_active() -> bool:
     return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
+# what torch.nn.utils.parametrizations.weight_norm computes with; vmap has no rule for it
+weight_norm: Callable[..., Tensor] = torch._weight_norm
+
+
 # tables of hooks
 
 
