@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 import torch
-from skorch import NeuralNetClassifier  # pyright: ignore[reportMissingImports]
 from sklearn.datasets import load_digits
+from skorch import NeuralNetClassifier  # pyright: ignore[reportMissingImports]
 from torch import nn
 
 from weightclip.integrations import Privacy, PrivateNet  # private

@@ -151,7 +151,9 @@ def code_of(module: nn.Module) -> list[Any]:
 
 def code_of_all_modules() -> list[Any]:
     """Hooks that run around every module."""
-    tables = [getattr(_hooks, f"_global_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre")]
+    tables = [
+        getattr(_hooks, f"_global_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre")
+    ]
     return [part for table in tables for part in (None, *table.values())]
 
 

@@ -91,9 +91,7 @@ class Probe:
                 self.collector.probe = look
                 try:
                     with self.collector.collection(rows), self.again():
-                        self.stray.update(
-                            self.collector.backward(ends, [_waves(end) for end in ends], self.parameters)
-                        )
+                        self.stray.update(self.collector.backward(ends, [_waves(end) for end in ends], self.parameters))
                 finally:
                     self.collector.probe = None
         return facts
