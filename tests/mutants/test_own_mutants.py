@@ -1,4 +1,4 @@
-"""Mistakes in gradients of single records on the CPU, made on purpose: a cap on a small CNN is no longer the oracle's."""
+"""Mistakes in gradients of single records on the CPU, made on purpose: caps on a small CNN are not the oracle's."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def register_layer(kind: type[nn.Module]) -> Callable[[Callable[..., Any]], Call
 
     Formal guarantees:
         Whatever the function computes, each record's gradient is limited over all products of the layer; where a
-        parameter reaches the loss past them, the layer runs its own forward on copies instead. A function that computes something else than the layer's
-        forward trains something else; it breaks no guarantee.
+        parameter reaches the loss past them, the layer runs its own forward on copies instead. A function that computes
+        something else than the layer's forward trains something else; it breaks no guarantee.
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or kind in FORMS:
         raise WeightclipError(f"register_layer takes a module class of your own that is not known yet, got {kind!r}.")
