@@ -89,6 +89,26 @@ def test_the_table_of_ranks_is_the_committed_one() -> None:
         assert f"| {model} | {batch} | {ranks} | {' | '.join(f'{1e3 * cell:.1f}' for cell in cells)} |" in text
 
 
+def test_the_table_beside_opacus_is_the_committed_one() -> None:
+    with (ROOT / "results/method/opacus_tasks.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    text, methods = (DOCS / "opacus.md").read_text(), ("weightclip", "Opacus", "Opacus ghost")
+    for task in {row["task"] for row in rows}:
+
+        def mean(column: str, method: str, task: str = task) -> float:
+            found = [float(r[column]) for r in rows if (r["task"], r["method"]) == (task, method)]
+            return sum(found) / len(found)
+
+        shown = [mean("accuracy", method) for method in methods[:2]]
+        cells = ["" if math.isnan(value) else f"{value:.3f}" for value in shown]
+        cells += [f"{mean('ms_per_step', method):.1f}" for method in methods]
+        cells += [f"{mean('extra_mib', method):.0f}" for method in methods]
+        assert f"| {task} | {' | '.join(cells)} |" in text
+    seeds = {len({r["seed"] for r in rows if (r["task"], r["method"]) == key}) for key in
+             {(r["task"], r["method"]) for r in rows}}  # fmt: skip
+    assert f"{seeds.pop()} seeds" in text and not seeds
+
+
 def test_the_map_shows_every_room() -> None:
     shown = set(re.findall(r"`src/weightclip/(\w+)/`", (DOCS / "ARCHITECTURE.md").read_text()))
     rooms = {path.parent.name for path in (ROOT / "src" / "weightclip").glob("*/__init__.py")}

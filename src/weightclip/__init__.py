@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
     from weightclip import accounting as accounting
     from weightclip import audit as audit
     from weightclip import bounds as bounds
+    from weightclip import integrations as integrations
     from weightclip import losses as losses
     from weightclip import models as models
     from weightclip import nn as nn
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
     from weightclip.errors import WeightclipError as WeightclipError
     from weightclip.factors import CapNorm as CapNorm
     from weightclip.factors import Product as Product
+    from weightclip.factors import register_layer as register_layer
     from weightclip.losses import PerRecordLoss as PerRecordLoss
     from weightclip.noise import AdamAware as AdamAware
     from weightclip.noise import Equal as Equal
@@ -83,6 +85,7 @@ _HOMES = {
     "weightclip.factors": (
         "CapNorm",
         "Product",
+        "register_layer",
     ),
     "weightclip.losses": ("PerRecordLoss",),
     "weightclip.noise": (
@@ -98,7 +101,7 @@ _HOMES = {
         "LipDPRegressor",
     ),
 }
-_PACKAGES = ("accounting", "audit", "bounds", "losses", "models", "nn", "noise", "sampling", "text")
+_PACKAGES = ("accounting", "audit", "bounds", "integrations", "losses", "models", "nn", "noise", "sampling", "text")
 
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

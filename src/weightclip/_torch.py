@@ -120,6 +120,10 @@ def data_parallel_active() -> bool:
     return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
+# what torch.nn.utils.parametrizations.weight_norm computes with; vmap has no rule for it
+weight_norm: Callable[..., Tensor] = torch._weight_norm
+
+
 # tables of hooks
 
 
@@ -134,6 +138,23 @@ def hooked(module: nn.Module) -> bool:
     return any(own) or any(
         getattr(_hooks, f"_global_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre")
     )
+
+
+def code_of(module: nn.Module) -> list[Any]:
+    """What runs when a module is called: its class's forward and its own, and all hooks; ``None`` between tables."""
+    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    found: list[Any] = [type(module).forward, module.__dict__.get("forward")]
+    for table in tables:
+        found += [None, *table.values()] if table else [None]
+    return found
+
+
+def code_of_all_modules() -> list[Any]:
+    """Hooks that run around every module."""
+    tables = [
+        getattr(_hooks, f"_global_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre")
+    ]
+    return [part for table in tables for part in (None, *table.values())]
 
 
 def drop_forward_hooks(module: nn.Module, which: Callable[[Any], bool]) -> None:

@@ -90,12 +90,16 @@ def adult() -> Data:
     return x[parts.train], y[parts.train], x[parts.test], y[parts.test]
 
 
+def text_folder() -> Path:
+    """Where the sentences of SST-2 lie."""
+    return Path(os.environ.get("WEIGHTCLIP_DATA", "../shared/data")) / "text" / "sst2"
+
+
 def sentences() -> Data:
     """SST-2 as hashed words, unit norm: text features that look at no data."""
-    folder = Path(os.environ.get("WEIGHTCLIP_DATA", "../shared/data")) / "text" / "sst2"
     hashed, found = HashingVectorizer(n_features=2048, ngram_range=(1, 2), alternate_sign=False), []
     for name in ("train", "test"):
-        with gzip.open(folder / f"{name}.tsv.gz", "rt") as file:
+        with gzip.open(text_folder() / f"{name}.tsv.gz", "rt") as file:
             rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
         found += [torch.tensor(cast(Any, hashed.transform([r["sentence"] for r in rows])).toarray()).float()]
         found += [torch.tensor([int(r["label"]) for r in rows])]

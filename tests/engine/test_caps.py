@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -48,12 +49,14 @@ def opacus_gradients(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def released(net: nn.Module, x: Tensor, y: Tensor, bounds: wc.Bounds) -> tuple[wc.PrivacyEngine, dict[str, Tensor]]:
+def released(
+    net: nn.Module, x: Tensor, y: Tensor, bounds: wc.Bounds, criterion: Any = None
+) -> tuple[wc.PrivacyEngine, dict[str, Tensor]]:
     """Sums of the engine's gradients over the records, without noise."""
     engine = wc.PrivacyEngine()
     net, optimizer, loader, loss = engine.make_private(
         module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.0), noise_multiplier=0.0, bounds=bounds,
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)), criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)), criterion=criterion or nn.CrossEntropyLoss(),
         generator=torch.Generator().manual_seed(0),
     )  # fmt: skip
     for a, b in loader:

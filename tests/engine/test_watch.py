@@ -109,3 +109,85 @@ def test_addresses_tell_a_transposed_weight_from_the_one_that_lay_there() -> Non
     assert isinstance(weight, nn.Parameter)
     weight.data = weight.data.t()
     assert run.engine.training.watch.addresses() != before
+
+
+def mixing(h: Tensor) -> Tensor:
+    return h - h.mean(0)
+
+
+class Body(nn.Module):
+    """A model whose parts have a forward that can be changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+def _forward(model: Body, act) -> None:
+    native = model.forward
+    model.forward = lambda x: act(native(x))  # type: ignore[method-assign]
+
+
+LATE = {
+    "hook": lambda m, act: m.first.register_forward_hook(lambda _, a, out: act(out)),
+    "pre-hook": lambda m, act: m.last.register_forward_pre_hook(lambda _, a: (act(a[0]),)),
+    "backward hook": lambda m, act: m.last.register_full_backward_hook(lambda _, g, out: (act(g[0]),)),
+    "forward": _forward,
+    "hook of all modules": lambda m, act: nn.modules.module.register_module_forward_hook(
+        lambda part, a, out: act(out) if part is m.first else None
+    ),
+}
+BOUNDS = {"caps": wc.Bounds(), "certified": wc.Bounds(weight_norm=1.0, input_radius=1.0)}
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("change", LATE)
+def test_hooks_and_forwards_that_come_later_are_tested(change: str, bounds: str) -> None:
+    """A hook that mixes records is refused whenever it comes, and one that does not may come."""
+    for act, fine in ((mixing, False), (lambda h: 0.5 * h, True)):
+        run = private(Body(), table(8), bounds=BOUNDS[bounds])
+        x, y = next(iter(run.loader))
+        handle = LATE[change](run.model, act)
+        try:
+            if fine:
+                run.criterion(run.model(x), y).backward()
+                run.optimizer.step()
+            else:
+                with pytest.raises(wc.ContractError, match="mixes records"):
+                    run.criterion(run.model(x), y).backward()
+            assert run.engine.steps == int(fine)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_a_hook_for_one_pass_is_tested_in_that_pass(bounds: str) -> None:
+    run = private(Body(), table(8), bounds=BOUNDS[bounds])
+    x, _ = next(iter(run.loader))
+    run.model.first.register_forward_hook(lambda _, a, out: mixing(out))
+    with pytest.raises(wc.ContractError, match="mixes records"):
+        run.model(x)
+
+
+def test_nothing_is_tested_twice_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = private(Body(), table(8), bounds=wc.Bounds())
+    calls = []
+    monkeypatch.setattr(run.engine.training, "test", lambda *key: calls.append(key))
+    for x, y in run.loader:
+        run.optimizer.zero_grad()
+        run.criterion(run.model(x), y).backward()
+        run.optimizer.step()
+    assert calls == [] and run.engine.steps > 0
+
+
+def test_the_mutant_that_trusts_later_hooks_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightclip.engine._watch import Watch
+
+    monkeypatch.setattr(Watch, "changed", lambda self: False)
+    for bounds in BOUNDS:
+        with pytest.raises(pytest.fail.Exception):
+            test_hooks_and_forwards_that_come_later_are_tested("hook", bounds)

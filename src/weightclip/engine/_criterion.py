@@ -80,8 +80,11 @@ class PrivateCriterion(nn.Module):
     Formal guarantees:
         The gradient that enters the model is, for each record, ``loss.gradient`` at the model's output, zero for
         padding; records are summed, never averaged. What arrives from above must be the declared ``loss_scale`` (1 by
-        default), else backward raises: a factor could mix records. Its value depends on the records and is not private.
+        default), else backward raises: a factor could mix records. Its value depends on the records and is not private;
+        with ``shows_values = False`` it is NaN, whatever the records are.
     """
+
+    shows_values = True  # frameworks print and log whatever a loss is worth: integrations turn it off
 
     def __init__(self, native: Any, loss: Loss, engine: PrivacyEngine) -> None:
         super().__init__()
@@ -113,6 +116,8 @@ class PrivateCriterion(nn.Module):
     def _private(self, outputs: Any, target: Any) -> Tensor:
         training = self.__dict__["_engine"].training
         taken = self.take(outputs, target)
+        if not self.shows_values:
+            taken.value = torch.full_like(taken.value, float("nan"))
         return _Summed.apply(taken, training, *taken.of)  # type: ignore[return-value]
 
     def take(self, outputs: Any, target: Any) -> Taken:

@@ -196,9 +196,14 @@ class PrivacyEngine:
         """Put the run on its model; whatever is refused here is refused before anything was released."""
         self._training = training
         install(training)
+        size = min(math.ceil(self.expected_batch_size), physical or 2**31)
         training.test = functools.partial(test_records, training)
         key = training.entrance.first, training.watch.modes()
-        tested = training.test(*key, size=min(math.ceil(self.expected_batch_size), physical or 2**31))
+        tested = training.test(*key, size=size)
+        if training.strays:  # F.linear(x, embedding.weight): their layers follow the parameter wherever it is used
+            uninstall(training)
+            install(training)
+            tested = training.test(*key, size=size)
         refuse_unused(training)
         self.output_shape = output_shape(training, tested)
         check_labels(dataset, self.output_shape, self.criterion.loss)

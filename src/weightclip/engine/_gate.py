@@ -7,6 +7,7 @@ them nothing may mix records. Sizes of gradients need no guard here: those are l
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class Entrance:
 
     def __init__(self, call: Call, fixed: bool, anchor: Tensor | None = None) -> None:
         self.anchor = anchor
+        self.look: Callable[[], None] | None = None  # at the model that is called, where nothing else does
         self.first = signature(call.args, call.kwargs)
         self.fixed = fixed
         self.last: Signature = self.first
@@ -67,6 +69,8 @@ class Entrance:
         self.last = found = signature(args, kwargs)
         if found != self.first and found not in self.calls:
             self._meet(found, args, kwargs)
+        if self.look is not None and not torch.compiler.is_compiling():
+            self.look()
 
     def _refuse_graphs(self, inputs: list[Tensor]) -> None:
         """What the model's own layers computed outside its forward pass was never tested for independence."""

@@ -8,7 +8,7 @@ tested here, on the model as it will be trained, and once more for every public 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,13 +54,16 @@ class Probe:
         cut: Inside this context the model's output has its graph behind it, and its random numbers are those of the
             given number.
         again: Around the backward pass, where activations that are computed again may draw again.
+        parameters: Of which ``stray`` names those that autograd reached, by their numbers: used past their layers.
     """
 
     def __init__(
         self, model: nn.Module, collector: Collector, cut: Callable[[int], contextlib.AbstractContextManager],
         again: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        parameters: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         self.model, self.collector, self.cut, self.again = model, collector, cut, again
+        self.parameters, self.stray = parameters, set[int]()
         self.failure: Exception | None = None  # why a batch could not be run
 
     def __call__(self, call: Call, masks: int = 0) -> Facts:
@@ -88,7 +91,7 @@ class Probe:
                 self.collector.probe = look
                 try:
                     with self.collector.collection(rows), self.again():
-                        self.collector.backward(ends, [_waves(end) for end in ends], [])
+                        self.stray.update(self.collector.backward(ends, [_waves(end) for end in ends], self.parameters))
                 finally:
                     self.collector.probe = None
         return facts
@@ -118,10 +121,15 @@ def _sketch(value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _quiet_modules(model: nn.Module, still: bool) -> Iterator[None]:
-    """With ``still``, modules that draw random numbers in training (dropout) stand still."""
-    drawing = [m for m in model.modules() if isinstance(m, AnyDropout) and m.training]
+    """With ``still``, modules that draw random numbers in training (dropout) stand still; nn.RReLU always does.
+
+    It draws for negative numbers alone, so that a record decides which of a stream's numbers the next one gets. They
+    are independent of the records all the same, and secret, which is all that is asked of them (SOUNDNESS section 10).
+    """
+    kinds = (AnyDropout, nn.RReLU) if still else nn.RReLU
+    drawing = [m for m in model.modules() if isinstance(m, kinds) and m.training]
     try:
-        for module in drawing if still else ():
+        for module in drawing:
             module.training = False
         yield
     finally:

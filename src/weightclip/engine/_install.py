@@ -53,14 +53,17 @@ def install(t: Training) -> None:
         layers, cap, joint = t.plan.holders(path), of("layer_cap", path), of("joint_cap", path)
         bound = joint is None and (cap is None or t.release.knorm is not None)  # that one's norm is entrywise
         for layer in layers:
+            shared = len(layers) > 1 or any(id(p) in t.strays for p in layer.parameters(recurse=False))
             make_layer_private(
                 layer, radius=of("layer_radius", path), cotangent=of("cotangent_radius", path),
                 cap=math.inf if bound else cap, beta=of("bias_scale", path) or 1.0, product=t.products[path],
-                caps=bounds.caps_of(path), bound=bound, shared=len(layers) > 1,
+                caps=bounds.caps_of(path), bound=bound, shared=shared,
             )  # fmt: skip
         measure = t.plan.measure(path, t.release.knorm) if bound else None
         t.collector.enter(Entry.of(layers[0], places, 1, joint, measure, layers[1:]))
     t.entrance = Entrance(t.call, t.plan.graph is not None, t.collector.anchor)
+    if t.plan.graph is not None:
+        t.entrance.look = functools.partial(_look, weakref.ref(t))
     t.gate = OutputGate(t, device, t.entrance)
     t.randomness = ForwardRandomness(device, t.mask_key, t.draws)
     before, after = t.randomness.hooks()
@@ -89,6 +92,15 @@ def install(t: Training) -> None:
     t.handles.append(optimizer.register_step_post_hook(t.after_step))
     t.amp_before = optimizer.__dict__.get("_step_supports_amp_scaling")
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a GradScaler reaches us
+    t.watch.changed()  # from here on
+
+
+def _look(owner: weakref.ref[Training]) -> None:
+    """Before a pass of a traced model: if its hooks or forwards have changed it is tested anew, as it is now."""
+    t = owner()
+    if t is not None and t.forget_other_code():
+        key = t.entrance.last, t.watch.modes()
+        t.tested[key], t.grown = t.test(*key), True
 
 
 def _prepare(owner: weakref.ref[Training], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -99,6 +111,7 @@ def _prepare(owner: weakref.ref[Training], module: nn.Module, args: Any, kwargs:
     t = owner()
     if t is None:
         return None
+    t.forget_other_code()
     key = signature_of(args, kwargs), t.watch.modes()
     if key not in t.tested:
         t.entrance(module, args, kwargs)
@@ -123,7 +136,8 @@ def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], siz
             t.gate.owner = owner
 
     again = t.randomness.scope if t.draws else contextlib.nullcontext
-    probe, calls, passes = Probe(model, t.collector, uncut, again), t.randomness.calls, t.collector.passes
+    probe = Probe(model, t.collector, uncut, again, t.release.parameters)
+    calls, passes = t.randomness.calls, t.collector.passes
 
     def find_rows() -> None:
         try:
@@ -150,8 +164,9 @@ def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], siz
         return None
     if isinstance(t.plan, OpenPlan):
         uses = [facts.uses.get(i, []) for i in range(len(t.collector.entries))]
-        if t.plan.learn(dict(zip(t.plan.layers, uses, strict=True))) and t.tested:
+        if t.plan.learn(dict(zip(t.plan.layers, uses, strict=True))) and t.sized:
             size_up(t)
+        t.strays.update(id(t.release.parameters[i]) for i in probe.stray)
     outputs = [i for i, sketch in enumerate(facts.outputs) if sketch is not None]
     return Tested(frozenset(outputs), facts.shapes[outputs[0]])
 
@@ -193,6 +208,7 @@ def size_up(t: Training) -> None:
         _adapt(t, t.engine.bounds.adaptive)
     moving = [e.joint is None and (bool(e.layer._wc_flags & BOUND) or t.quantiles is None) for e in entries]
     t.limits = Limits([entry.layer for entry in entries], moving, shares)
+    t.sized = True
 
 
 def _adapt(t: Training, settings: Adaptive) -> None:

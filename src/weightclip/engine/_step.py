@@ -94,8 +94,10 @@ class Training:
         self.sensitivity = Sensitivities(self, plan, release, entrywise)
         self.clip = WeightClipper(model, plan.bounds, list(plan.layers), self.sensitivity.gains)
         self.watch = Watch(model)
+        self.strays: set[int] = set()  # parameters (by id) that the model uses past their layers, too
         self.test: Callable[[Any, tuple[bool, ...]], Tested | None]
         self.tested: dict[Any, Tested | None] = {}
+        self.sized = False  # whether room for rounding follows from what the test has found
         self.grown = False  # whether a pass since the last loss was the first of its kind
         self.handles: list[Any] = []  # of hooks that detach() removes
         self.amp_before: Any = None  # what the optimiser said of gradient scalers
@@ -202,12 +204,21 @@ class Training:
             self.draw.pieces.discard(self.info.piece)
             self.draw = self.draw if self.draw.pieces else None
 
+    def forget_other_code(self) -> bool:
+        """What was tested with other hooks or another forward counts for nothing; whether there were any."""
+        if not self.watch.changed():
+            return False
+        self.tested.clear()
+        self.rowwise = False
+        return True
+
     def _test(self, passage: Passage, ends: list[int]) -> bool:
         """Records of this public shape, in these modes, must have passed the test of independence; whether it was new.
 
         Which promise needs it: record independence (SOUNDNESS section 7, i), and rows that are records (b).
         """
         key = passage.signature, passage.modes
+        self.forget_other_code()
         new, self.grown = self.grown or key not in self.tested, False
         if key not in self.tested:
             self.tested[key] = self.test(*key)

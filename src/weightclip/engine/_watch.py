@@ -8,13 +8,14 @@ frozen, cast or moved behind its back; and a buffer written by forward would car
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from weightclip._torch import version_of
+from weightclip._torch import code_of, code_of_all_modules, version_of
 from weightclip.errors import ContractError
 
 
@@ -22,7 +23,7 @@ class Watch:
     """Trainable parameters and modules as they were at ``make_private``.
 
     Formal guarantees:
-        ``check`` reads types, places and flags only, never values.
+        ``check`` and ``changed`` read types, places, flags and tables of hooks only, never values.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,6 +31,7 @@ class Watch:
         self.parameters = list(model.named_parameters())
         self.kinds = [(p.dtype, p.device, p.requires_grad) for _, p in self.parameters]
         self._children = [(m, list(m._modules.values())) for m in self._modules]
+        self._code: list[Any] = []
         self._tensors = [p for _, p in self.parameters] + list(model.buffers())
 
     def addresses(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -39,6 +41,14 @@ class Watch:
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training mode."""
         return tuple([m.training for m in self._modules])
+
+    def changed(self) -> bool:
+        """Whether hooks, or the ``forward`` of a module, are others than when this was asked before."""
+        found = code_of_all_modules()
+        for module in self._modules:
+            found += code_of(module)
+        before, self._code = self._code, found  # kept, so that no other object can come to lie at the same address
+        return len(before) != len(found) or not all(map(operator.is_, before, found))
 
     def check(self) -> None:
         """Raise one clear error for the first parameter that changed in kind, or module that came or went."""

@@ -26,6 +26,8 @@ from weightclip.factors._record_norms import FREE as FREE
 from weightclip.factors._record_norms import CapNorm as CapNorm
 from weightclip.factors._record_norms import Geometry as Geometry
 from weightclip.factors._record_norms import conv_record_norm as conv_record_norm
+from weightclip.factors._register import Products as Products
+from weightclip.factors._register import register_layer as register_layer
 from weightclip.factors._swap import families as families
 from weightclip.factors._swap import is_private as is_private
 from weightclip.factors._swap import make_layer_plain as make_layer_plain

@@ -21,6 +21,7 @@ from weightclip.factors import _kinds
 from weightclip.factors._collect import Sink
 from weightclip.factors._joint import Use, norm_over
 from weightclip.factors._limits import BOUND, CAP, COTANGENT, RADIUS, SMALLEST, cap_scale, no_autocast, record_scale
+from weightclip.factors._own import own_gradients
 from weightclip.factors._part import Part
 from weightclip.factors._passes import Passes
 from weightclip.factors._record_norms import CHEAPEST
@@ -70,11 +71,14 @@ class Entry:
             return self.weight if name == "weight" else self.bias
         return self.others.get(id(layer._parameters[name]))
 
+    def capped(self) -> bool:
+        """Whether a cap of its own, which follows no quantile, is the layer's only limit."""
+        flags = self.layer._wc_flags
+        return bool(flags & CAP) and not flags & (BOUND | RADIUS | COTANGENT) and self.layer._wc_counter is None
+
     def waits(self) -> bool:
         """Whether the limit is on all uses together, known when the pass is over."""
-        flags = self.layer._wc_flags
-        own = bool(flags & CAP) and not flags & (BOUND | RADIUS | COTANGENT)
-        return self.joint is not None or (self.uses != 1 and own and self.layer._wc_counter is None)
+        return self.joint is not None or (self.uses != 1 and self.capped())
 
 
 class Limits:
@@ -202,7 +206,15 @@ class Collector:
         wanted = [i for i, p in enumerate(parameters) if p.requires_grad]
         leaves = [*(parameters[i] for i in wanted), self.anchor]
         given = [g.to(output.dtype) for output, g in zip(outputs, gradients, strict=True)]
-        found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+        try:
+            found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant=True" not in str(error):
+                raise
+            raise ContractError(
+                "the model uses reentrant checkpointing, whose backward pass the engine cannot follow: call "
+                "checkpoint(..., use_reentrant=False) (transformers: gradient_checkpointing_kwargs)."
+            ) from error
         return [i for i, g in zip(wanted, found[:-1], strict=True) if g is not None]
 
     def _reset(self) -> None:
@@ -237,7 +249,12 @@ class Collector:
                     use.x, use.d = use.x.clone(), use.d.clone()
                 self._waiting.append(use)
             elif entry.taken <= max(1, entry.uses):
-                self._add(use, self._masked(self._scale(entry, use), d))
+                if entry.capped():
+                    use.own = own_gradients(use.part, *use.grouped(), use.part._wc_kind)
+                if use.own is None:
+                    self._add(use, self._masked(self._scale(entry, use), d))
+                else:
+                    self._add_all([use], use.own.norm(_kinds.beta_of(use.part)) / entry.layer._wc_limits[2])
 
     def _use(self, entry: Entry, part: Any, x: Tensor, d: Tensor, conf: Sequence[int]) -> Use:
         """One use, records in front; refuses rows that belong to no record (SOUNDNESS section 7, condition b)."""

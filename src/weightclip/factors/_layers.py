@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightclip import nn as wnn
+from weightclip.errors import ContractError
 from weightclip.factors._affine import AffineFunction
 from weightclip.factors._apply import apply as _apply
 from weightclip.factors._apply import convolved, multiplied
@@ -17,7 +18,7 @@ from weightclip.factors._dense import DenseFunction
 from weightclip.factors._embedding import EmbeddingFunction
 from weightclip.factors._kinds import CHANNELS, CONV, DENSE, EMBEDDING, OUTER, TRAILING, first_of
 from weightclip.factors._limits import is_plain
-from weightclip.factors._swap import FORMS, Private
+from weightclip.factors._swap import FORMS, Private, is_active
 
 
 class _Linear(Private):
@@ -152,7 +153,12 @@ class _EmbeddingBag(_Embedding):
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Native forward, for bags of one length: (records, bag)."""
         layer: Any = self
-        if is_plain() or input.dim() != 2:  # bags of several lengths: rows are no records, and the collector says so
+        if input.dim() != 2 and is_active(self):
+            raise ContractError(
+                "EmbeddingBag got bags by their offsets, in which rows are no records: pass ids as (records, bag), "
+                "padded to a public length with padding_idx."
+            )
+        if is_plain() or input.dim() != 2:
             return self._wc_native.forward(self, input, offsets, per_sample_weights)  # type: ignore[arg-type]
         rows = self._rows(input)
         counts = torch.ones_like(input, dtype=rows.dtype)

@@ -153,4 +153,34 @@ class _Recurrent(Private):
         return torch.stack(outputs[::-1] if backwards else outputs, 1), state
 
 
+class _Cell(Private):
+    """nn.LSTMCell, nn.GRUCell and nn.RNNCell: one step, two dense products."""
+
+    _wc_form = DENSE
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Native state."""
+        layer: Any = self
+        if not is_active(self):
+            return self._wc_native.forward(self, input, hx)  # type: ignore[arg-type]
+        if isinstance(input, Copied) or input.dim() != 2:
+            raise ContractError(f"{self._wc_native.__name__} needs batches: two dimensions, the first of them records.")
+        zeros = input.new_zeros(len(input), layer.hidden_size)
+        tupled = isinstance(layer, nn.LSTMCell)
+        state = (zeros, zeros) if hx is None else tuple(hx) if tupled else (hx,)
+        gates, hidden = (
+            dense(part_of(self, DENSE, f"weight_{kind}", f"bias_{kind}" if layer.bias else None), x)
+            for kind, x in (("ih", input), ("hh", state[0]))
+        )
+        state = self._step()(gates, hidden, state)
+        return state if tupled else state[0]
+
+    def _step(self) -> Callable[[Tensor, Tensor, State], State]:
+        layer: Any = self
+        if isinstance(layer, nn.RNNCell):
+            return _rnn(torch.tanh if layer.nonlinearity == "tanh" else torch.relu)
+        return _lstm if isinstance(layer, nn.LSTMCell) else _gru
+
+
+FORMS.update(dict.fromkeys((nn.LSTMCell, nn.GRUCell, nn.RNNCell), _Cell))
 FORMS.update(dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), _Recurrent))

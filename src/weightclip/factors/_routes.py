@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from weightclip._torch import weight_norm
 from weightclip.errors import ContractError
 from weightclip.factors._apply import apply, convolved, multiplied
 from weightclip.factors._conv import ConvFunction
@@ -120,6 +121,12 @@ def _attention(*args: Any, **named: Any) -> Any:
         return operate(F.scaled_dot_product_attention, "scaled_dot_product_attention", args, named)
 
 
+def _weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
+    others = [d for d in range(v.dim()) if d != dim % v.dim()] if dim != -1 else list(range(v.dim()))
+    return v * (g / v.square().sum(others, keepdim=True).sqrt())
+
+
+ROUTES[weight_norm] = _weight_norm
 ROUTES[F.scaled_dot_product_attention] = _attention
 ROUTES[F.linear] = _linear
 ROUTES[torch.addmm] = _addmm

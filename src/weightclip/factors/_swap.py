@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from weightclip._torch import transforms_active
 from weightclip.factors._collect import Sink
@@ -105,6 +106,11 @@ def _private_class(native: type[nn.Module], names: tuple[str, ...] | None) -> ty
     return type(native.__name__, (FORMS[known], native), {"_wc_native": native, "_wc_whole": False})
 
 
+def forget_private_classes() -> None:
+    """Classes that were made before a form was known are made anew."""
+    _private_class.cache_clear()
+
+
 def known_form(native: type) -> type | None:
     """The known layer that a class computes like: itself or a base, of which it replaces no method."""
     for kind in native.__mro__:
@@ -148,7 +154,7 @@ def make_layer_private(
         alone.)
     """
     native = getattr(type(module), "_wc_native", type(module))
-    whole = shared or "forward" in module.__dict__ or known_form(native) is None
+    whole = shared or "forward" in module.__dict__ or known_form(native) is None or is_parametrized(module)
     module.__class__ = _private_class(native, _names(module) if whole else None)
     layer: Any = module
     device = next((q.device for q in module.parameters(recurse=False)), torch.device("cpu"))

@@ -1,0 +1,43 @@
+"""Hugging Face Accelerate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch import nn
+from torch.utils.data import DataLoader
+
+from weightclip.errors import ContractError
+from weightclip.integrations._privacy import Batches, Privacy
+
+
+def prepare(
+    accelerator: Accelerator, privacy: Privacy, *, epochs: float, module: nn.Module, optimizer: Any,
+    data_loader: DataLoader, criterion: Any,
+) -> tuple[nn.Module, Any, Batches, nn.Module]:  # fmt: skip
+    """In place of ``accelerator.prepare(model, optimizer, loader)``: the same, private, and the loss comes back too.
+
+    The loop stays as it is: ``accelerator.backward(loss(model(x), y))``, and ``with accelerator.accumulate(model)``
+    where gradients are accumulated. The loader's batch size times ``gradient_accumulation_steps`` is then the expected
+    size of a draw, which comes in a public number of pieces of at most the loader's batch size.
+
+    Returns:
+        (model, optimizer, loader, criterion); the engine is ``loader.engine``.
+
+    Formal guarantees:
+        Those of :class:`weightclip.PrivacyEngine`. One process and no gradient scaler: others are refused.
+    """
+    if accelerator.num_processes > 1:
+        raise ContractError("Accelerate runs several processes, which average raw gradients: launch one process.")
+    if accelerator.scaler is not None:
+        raise ContractError("mixed_precision='fp16' scales gradients by the data: use 'bf16' or 'no'.")
+    steps, size, records = accelerator.gradient_accumulation_steps, data_loader.batch_size or 1, data_loader.dataset
+    module = accelerator.prepare_model(module)  # moved, and cast: before the test of the model that is trained
+    engine = privacy.accumulating(size, steps, len(records)).engage(  # type: ignore[arg-type]
+        epochs=epochs, divides=True, module=module, optimizer=optimizer, data_loader=data_loader, criterion=criterion,
+    )  # fmt: skip
+    accelerator.gradient_accumulation_steps = engine.loader.pieces
+    loader = Batches(engine, lambda batch: send_to_device(batch, accelerator.device))
+    return module, accelerator.prepare_optimizer(optimizer), loader, engine.criterion
