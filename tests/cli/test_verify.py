@@ -126,7 +126,7 @@ def altered(fitted: Path, to: Path, change, card: bool = True) -> Path:
     change(report)
     contents["privacy.json"] = json.dumps(report).encode()
     if card:
-        contents["MODEL_CARD.md"] = model_card(json.loads(contents["pipeline.json"]), report).encode()
+        contents["README.md"] = model_card(json.loads(contents["pipeline.json"]), report).encode()
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items() if name != "checksums.json"}
     contents["checksums.json"] = json.dumps(sums).encode()
     for name, data in contents.items():

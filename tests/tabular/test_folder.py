@@ -40,9 +40,9 @@ def test_round_trip(fitted, tmp_path):
 
 def test_folder_holds_what_it_should_and_nothing_that_runs(fitted, tmp_path):
     folder = fitted[0].save(tmp_path / "m")
-    names = {"weights.safetensors", "pipeline.json", "privacy.json", "MODEL_CARD.md", "checksums.json"}
+    names = {"weights.safetensors", "pipeline.json", "privacy.json", "README.md", "checksums.json"}
     assert {p.name for p in folder.iterdir()} == names
-    assert fitted[0].privacy_report_["statement"] in (folder / "MODEL_CARD.md").read_text()
+    assert fitted[0].privacy_report_["statement"] in (folder / "README.md").read_text()
     for path in folder.iterdir():
         with pytest.raises(Exception):  # noqa: B017 - none of them is a pickle
             pickle.loads(path.read_bytes())
@@ -61,7 +61,7 @@ def test_exists_and_overwrite(fitted, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["weights.safetensors", "pipeline.json", "privacy.json", "MODEL_CARD.md", "checksums.json"]
+    "name", ["weights.safetensors", "pipeline.json", "privacy.json", "README.md", "checksums.json"]
 )
 def test_missing_or_changed_files_are_found(fitted, tmp_path, name):
     folder = fitted[0].save(tmp_path / "m")

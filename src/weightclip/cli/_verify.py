@@ -79,6 +79,8 @@ def _model(path: Path, delta: float | None, accountant: str | None) -> dict[str,
     if (path / "ledger.json").is_file() and not (path / _folder.CHECKSUMS).is_file():
         raise WeightclipError(f"{path} is a checkpoint of an engine: verify the ledger of its run instead.")
     _, pipeline, report = _folder.load(path)
+    if "format" not in report:
+        raise WeightclipError(f"model {path} was written by version 0.1, whose card is unknown here: use that version.")
     try:
         mechanisms = mechanisms_of(report)
         relation, stated, claimed = report["adjacency"].lower(), report["delta"], float(report["epsilon"])
