@@ -1,11 +1,34 @@
 """Sphinx configuration."""
 
+import sys
+from pathlib import Path
+
+import weightclip
+
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT / "docs" / "_extensions"), str(ROOT / "tools")]
+
 project = "weightclip"
 copyright = "the weightclip authors"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-html_theme = "sphinx_book_theme"
-html_title = "weightclip"
-exclude_patterns = ["_build"]
+version = release = weightclip.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "proofs"]
+exclude_patterns = ["_build", "_extensions"]
 autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"show-inheritance": False}
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3  # links to headings (SOUNDNESS.md#theorem-7-...) are checked
+suppress_warnings = ["misc.highlighting_failure"]  # certificates and transcripts are shown as text
+
+html_theme = "sphinx_book_theme"
+html_title = f"weightclip {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "home_page_in_toc": True,
+}

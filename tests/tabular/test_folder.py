@@ -48,6 +48,25 @@ def test_folder_holds_what_it_should_and_nothing_that_runs(fitted, tmp_path):
             pickle.loads(path.read_bytes())
 
 
+def test_folders_of_version_01_are_read_and_replaced(fitted, tmp_path):
+    """Their card had another name, their report no format."""
+    folder = fitted[0].save(tmp_path / "m")
+    report = json.loads((folder / "privacy.json").read_text())
+    report.pop("format")
+    (folder / "privacy.json").write_text(json.dumps(report))
+    (folder / "README.md").rename(folder / "MODEL_CARD.md")
+    sums = json.loads((folder / "checksums.json").read_text())
+    sums["MODEL_CARD.md"] = sums.pop("README.md")
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    again = LipDPClassifier.load(resealed(folder))
+    assert np.array_equal(again.predict_proba(X), fitted[0].predict_proba(X))
+    (folder / "MODEL_CARD.md").write_text("better than it was")
+    with pytest.raises(WeightclipError, match="MODEL_CARD.md was changed"):
+        LipDPClassifier.load(folder)
+    fitted[0].save(folder, overwrite=True)
+    assert not (folder / "MODEL_CARD.md").exists() and (folder / "README.md").exists()
+
+
 def test_exists_and_overwrite(fitted, tmp_path):
     fitted[0].save(tmp_path / "m")
     with pytest.raises(WeightclipError, match="exists already"):
