@@ -14,6 +14,7 @@ version = release = weightclip.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "proofs"]
 exclude_patterns = ["_build", "_extensions"]
 autodoc_member_order = "bysource"
+napoleon_use_ivar = True  # attributes as a list, not as entries of the index
 autodoc_typehints = "signature"
 autodoc_default_options = {"show-inheritance": False}
 myst_enable_extensions = ["colon_fence"]

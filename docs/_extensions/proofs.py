@@ -81,6 +81,13 @@ def link_theorems(app: Any, what: str, name: str, obj: Any, options: Any, lines:
         return f"`{found[0]} <{proofs}#{theorems()[int(found[1])].anchor}>`__"
 
     lines[:] = [re.sub(r"SOUNDNESS Theorem (\d+)", link, line) for line in lines]
+    lines[:] = [line if ">>>" in line else _without_substitutions(line) for line in lines]
+
+
+def _without_substitutions(line: str) -> str:
+    """Bars of sizes and absolute values, |V|, are no substitutions; inside literals they stay."""
+    parts = line.split("``")
+    return "``".join(part if i % 2 else part.replace("|", "\\|") for i, part in enumerate(parts))
 
 
 def setup(app: Any) -> dict[str, bool]:
