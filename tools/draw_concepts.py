@@ -113,8 +113,8 @@ PICTURES: dict[str, Callable[[], Any]] = {"step": step, "slack": slack, "clippin
 def main(folder: Path) -> None:
     """Draw all pictures into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    style = {"svg.hashsalt": "weightclip", "svg.fonttype": "none", "font.family": "sans-serif", "axes.spines.top": False,
-             "axes.spines.right": False}  # fmt: skip
+    style = {"svg.hashsalt": "weightclip", "svg.fonttype": "none", "font.family": "sans-serif",
+             "axes.spines.top": False, "axes.spines.right": False}  # fmt: skip
     with plt.rc_context(style):
         for name, draw in PICTURES.items():
             figure = draw()

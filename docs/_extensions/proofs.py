@@ -1,12 +1,15 @@
 """Sphinx: links from each theorem to the code that uses it and the tests that check it, and back.
 
-Names behind *Used by* and *Checked by* become links to pages with the source, which are made for the files that are
-named; where such a page or a docstring cites a theorem, that becomes a link to the proof.
+Names behind *Used by* and *Checked by* become links to pages with the source; where such a page or a docstring cites a
+theorem, that becomes a link to the proof. The reference links to the same pages.
 """
 
 from __future__ import annotations
 
+import functools
 import html
+import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,12 +53,31 @@ def link_names(app: Any, tree: nodes.document, page: str) -> None:
                 paragraph.replace(child, nodes.reference("", "", child.deepcopy(), refuri=target, internal=True))
 
 
+def source_of(module: str, name: str) -> str | None:
+    """The page and line of a name's source, from the root of the site; None for what has none here."""
+    value: Any = importlib.import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    value = inspect.unwrap(getattr(value, "fget", value)) if callable(value) or isinstance(value, property) else None
+    try:
+        path, line = Path(inspect.getsourcefile(value) or "").resolve(), inspect.getsourcelines(value)[1]
+    except (TypeError, OSError):
+        return None
+    return f"{page_of(path)}.html#line-{line}" if path in _shown() else None
+
+
+@functools.cache
+def _shown() -> frozenset[Path]:
+    """Files that have a page: the library, and whatever a theorem names."""
+    return frozenset((ROOT / "src" / "weightclip").rglob("*.py")) | {place.path for _, place in cited()}
+
+
 def source_pages(app: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """One page for each file that a theorem names."""
+    """One page for each file of the library, and for each that a theorem names."""
     if app.builder.format != "html":
         return
     layout = HtmlFormatter(lineanchors="line", cssclass="highlight")
-    for path in sorted({place.path for _, place in cited()}):
+    for path in sorted(_shown()):
         page, name = page_of(path), html.escape(path.relative_to(ROOT).as_posix())
         back = app.builder.get_relative_uri(page, PAGE)
         body = _linked(highlight(path.read_text(), PythonLexer(), layout), back)
