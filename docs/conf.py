@@ -11,7 +11,7 @@ sys.path += [str(ROOT / "docs" / "_extensions"), str(ROOT / "tools")]
 from proofs import source_of  # noqa: E402
 
 project = "weightclip"
-copyright = "the weightclip authors"
+author = copyright = "the weightclip authors"
 version = release = weightclip.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.linkcode", "proofs"]
 exclude_patterns = ["_build", "_extensions"]

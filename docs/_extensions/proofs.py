@@ -19,9 +19,9 @@ from docutils import nodes
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
-from theorems import ROOT, Place, checks, definitions, theorems
+from theorems import PROOFS, ROOT, Place, checks, definitions, theorems
 
-PAGE = "SOUNDNESS"
+PAGE = PROOFS.stem
 _INDEX = {"Used by": definitions, "Checked by": checks}
 
 
@@ -81,7 +81,11 @@ def source_pages(app: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
         page, name = page_of(path), html.escape(path.relative_to(ROOT).as_posix())
         back = app.builder.get_relative_uri(page, PAGE)
         body = _linked(highlight(path.read_text(), PythonLexer(), layout), back)
-        yield page, {"title": name, "body": f"<h1><code>{name}</code></h1>\n{body}"}, "page.html"
+        yield (
+            page,
+            {"title": name, "body": f'<div class="source-page"><h1><code>{name}</code></h1>\n{body}</div>'},
+            "page.html",
+        )
 
 
 def _linked(text: str, proofs: str) -> str:
@@ -102,7 +106,7 @@ def link_theorems(app: Any, what: str, name: str, obj: Any, options: Any, lines:
     def link(found: re.Match[str]) -> str:
         return f"`{found[0]} <{proofs}#{theorems()[int(found[1])].anchor}>`__"
 
-    lines[:] = [re.sub(r"SOUNDNESS Theorem (\d+)", link, line) for line in lines]
+    lines[:] = [re.sub(rf"{PAGE} Theorem (\d+)", link, line) for line in lines]
     lines[:] = [line if ">>>" in line else _without_substitutions(line) for line in lines]
 
 
