@@ -45,7 +45,7 @@ def step() -> Any:
         low = (18, 3, 10.5, 10.5, 10.5, 10.5)[i]
         axes.add_patch(plt.Rectangle((left, low), 16, 9, fc="white", ec=colour, lw=1.6))
         axes.text(left + 8, low + 4.5, text, ha="center", va="center", fontsize=9, color="#222222")
-    arrow = {"arrowprops": {"arrowstyle": "->", "color": "#444444"}}
+    arrow: Any = {"arrowprops": {"arrowstyle": "->", "color": "#444444"}}
     for start, end in (((17, 22), (24, 16.5)), ((17, 8), (24, 13.5)), ((40, 15), (43, 15)), ((59, 15), (62, 15)),
                        ((78, 15), (81, 15)), ((97, 15), (100, 15))):  # fmt: skip
         axes.annotate("", end, start, **arrow)
@@ -113,7 +113,7 @@ PICTURES: dict[str, Callable[[], Any]] = {"step": step, "slack": slack, "clippin
 def main(folder: Path) -> None:
     """Draw all pictures into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    style = {"svg.hashsalt": "weightclip", "svg.fonttype": "none", "font.family": "sans-serif",
+    style: Any = {"svg.hashsalt": "weightclip", "svg.fonttype": "none", "font.family": "sans-serif",
              "axes.spines.top": False, "axes.spines.right": False}  # fmt: skip
     with plt.rc_context(style):
         for name, draw in PICTURES.items():
