@@ -17,6 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.patches import Rectangle
 
 ROOT = Path(__file__).parents[1]
 BLUE, RED, GREY, GREEN = "#1f5fa8", "#c0392b", "#8a8f98", "#2e7d4f"
@@ -43,7 +44,7 @@ def step() -> Any:
     ]
     for i, (left, text, colour) in enumerate(boxes):
         low = (18, 3, 10.5, 10.5, 10.5, 10.5)[i]
-        axes.add_patch(plt.Rectangle((left, low), 16, 9, fc="white", ec=colour, lw=1.6))
+        axes.add_patch(Rectangle((left, low), 16, 9, fc="white", ec=colour, lw=1.6))
         axes.text(left + 8, low + 4.5, text, ha="center", va="center", fontsize=9, color="#222222")
     arrow: Any = {"arrowprops": {"arrowstyle": "->", "color": "#444444"}}
     for start, end in (((17, 22), (24, 16.5)), ((17, 8), (24, 13.5)), ((40, 15), (43, 15)), ((59, 15), (62, 15)),
