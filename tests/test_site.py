@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tools.check_links import Page, broken
-from tools.theorems import ROOT, theorems
+from tools.theorems import PROOFS, ROOT, theorems
 
 
 @pytest.mark.skipif(not os.environ.get("WEIGHTCLIP_FULL"), reason="half a minute: WEIGHTCLIP_FULL=1, or make docs")
@@ -30,8 +30,8 @@ def test_the_site(tmp_path: Path) -> None:
     ]
     subprocess.run(build, check=True)
     assert broken(tmp_path) == []
-    proofs = Page((tmp_path / "SOUNDNESS.html").read_text())
+    proofs = Page((tmp_path / f"{PROOFS.stem}.html").read_text())
     named = {name for t in theorems().values() for heading in ("Used by", "Checked by") for name in t.names(heading)}
     assert len([link for link in proofs.links if link.startswith("code/")]) > 0.9 * len(named)  # some share a line
     release = Page((tmp_path / "code/src/weightclip/noise/_release.html").read_text())
-    assert any("SOUNDNESS.html#theorem-" in link for link in release.links)
+    assert any(f"{PROOFS.stem}.html#theorem-" in link for link in release.links)
