@@ -59,7 +59,7 @@ def test_the_metadata_is_complete() -> None:
         assert about[entry], entry
     assert "Typing :: Typed" in about["classifiers"] and (ROOT / "src/weightclip/py.typed").exists()
     shown = (ROOT / "README.md").read_text()
-    for extra in ("table", "onnx", "docs", "dev"):
+    for extra in ("table", "text", "onnx", "docs", "dev"):
         assert extra in about["optional-dependencies"] and f".[{extra}]" in shown
 
 
