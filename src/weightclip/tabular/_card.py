@@ -17,6 +17,8 @@ def model_card(pipeline: dict[str, Any], report: dict[str, Any]) -> str:
         f"records: {report['public']['records']:,}; columns: {len(pipeline['columns'])}",
         f"network: dense, hidden layers {pipeline['hidden'] or 'none'}, {pipeline['outputs']} output(s)",
     ]
+    if (text := pipeline.get("text")) is not None:
+        facts.append(f"text of column {one_line(text['column'])}, read through the encoder {one_line(text['encoder'])}")
     if task == "classification":
         shown = ", ".join(one_line(str(c)) for c in pipeline["classes"][:20])
         more = len(pipeline["classes"]) - 20
