@@ -340,10 +340,7 @@ class PrivacyEngine:
         return _report.privacy_report(self, delta)
 
     def card(self, delta: float | None = None, title: str = "Private model", **head: Any) -> str:
-        """A model card made from :meth:`report`: Markdown with the YAML head of the Hugging Face hub.
-
-        ``head`` adds entries to the YAML head, ``license="apache-2.0"`` for instance.
-        """
+        """A model card made from :meth:`report`, for the Hugging Face hub; ``head`` adds to its YAML (``license=...``)."""
         return model_card(self.report(delta), title, head=head)
 
     def fused_step(self) -> FusedStep:
