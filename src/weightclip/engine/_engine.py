@@ -340,7 +340,7 @@ class PrivacyEngine:
         return _report.privacy_report(self, delta)
 
     def card(self, delta: float | None = None, title: str = "Private model", **head: Any) -> str:
-        """A model card made from :meth:`report`, for the Hugging Face hub; ``head`` adds to its YAML (``license=...``)."""
+        """A model card made from :meth:`report`, for the Hugging Face hub; ``head`` adds to its YAML head."""
         return model_card(self.report(delta), title, head=head)
 
     def fused_step(self) -> FusedStep:
