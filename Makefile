@@ -9,7 +9,7 @@ TORCH ?= newest
 # One thread per test process: small matrices gain nothing from more, and the workers do not fight over cores.
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help setup demo test test-full test-torch test-install test-kernels lint format bench study-tabular study-tabular-search audit audit-quick docs clean
+.PHONY: help setup demo test test-full test-torch test-install test-kernels lint format bench study-tabular study-tabular-search audit audit-quick docs dist clean
 
 help:
 	@echo "make setup          build $(VENV) with weightclip, its studies and everything their tests need"
@@ -26,7 +26,8 @@ help:
 	@echo "make study-tabular-search  the search behind its settings (resumable)"
 	@echo "make audit          try to refute the claimed epsilon, and the audits themselves by deliberate bugs"
 	@echo "make audit-quick    the same claims in a minute"
-	@echo "make docs           the documentation as HTML"
+	@echo "make docs           the documentation as HTML in docs/_build/html, its links checked"
+	@echo "make dist           source archive and wheel, in dist/"
 	@echo "make clean          remove $(VENV), .venv-torch-* and caches"
 
 setup: $(STAMP)
@@ -85,7 +86,12 @@ audit-quick: setup
 
 docs: setup
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	rm -rf docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	$(BIN)/python tools/check_links.py docs/_build/html
+
+dist: setup
+	$(BIN)/python tools/dist.py
 
 clean:
 	rm -rf $(VENV) .venv-torch-* build dist src/*.egg-info studies/src/*.egg-info .pytest_cache .ruff_cache .hypothesis docs/_build

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tools.theorems import PROOFS, ROOT, checks, definitions, sections, theorems
 
-ROOT = Path(__file__).parents[1]
-PROOFS = ROOT / "docs" / "SOUNDNESS.md"
-_CODE = [folder for folder in (ROOT / "src", ROOT / "studies") if folder.is_dir()]
 _TEXT = {".py", ".md", ".toml", ".yml", ".yaml", ".cff"}
 _GAP = r"(?:[\s#]|\*\*)+"  # citations may run over the end of a line, inside a comment too
 _CITATION = re.compile(
@@ -22,65 +18,6 @@ _CITATION = re.compile(
     rf"(?:,{_GAP}(?:(?P<what>rule|step|condition|assumption){_GAP}(?P<label>\w+)|(?P<roman>i{{1,3}}|iv)\b"
     r"|\"(?P<quoted>[^\"]+)\")|\s\((?P<letter>[a-e])\))?"
 )
-
-
-@dataclass(frozen=True)
-class Theorem:
-    """One numbered theorem of the page: its whole text, and the names under its two headings."""
-
-    number: int
-    section: int
-    text: str
-
-    def names(self, heading: str) -> list[str]:
-        """Names in backticks behind ``*Used by*`` or ``*Checked by*``."""
-        found = re.search(rf"^\*{heading}\*(.*?)(?=^\*|\Z|\n\n)", self.text, re.M | re.S)
-        return re.findall(r"`([\w.]+)`", found.group(1)) if found else []
-
-
-@functools.cache
-def sections() -> dict[int, str]:
-    """The numbered sections, by number."""
-    parts = re.split(r"^## (\d+)\. ", PROOFS.read_text(), flags=re.M)
-    return {int(number): text for number, text in zip(parts[1::2], parts[2::2], strict=True)}
-
-
-@functools.cache
-def theorems() -> dict[int, Theorem]:
-    """The numbered theorems, by number."""
-    found: dict[int, Theorem] = {}
-    for section, whole in sections().items():
-        parts = re.split(r"^### Theorem (\d+)\. ", whole, flags=re.M)
-        for number, text in zip(parts[1::2], parts[2::2], strict=True):
-            assert int(number) not in found, f"two theorems {number}"
-            found[int(number)] = Theorem(int(number), section, text)
-    return found
-
-
-@functools.cache
-def definitions() -> dict[str, list[Path]]:
-    """Functions, classes and ``Class.method`` of the package and of the studies, with the files they are in."""
-    found: dict[str, list[Path]] = {}
-    for folder in _CODE:
-        for path in folder.rglob("*.py"):
-            for name in _defined(ast.parse(path.read_text()), ""):
-                found.setdefault(name, []).append(path)
-    return found
-
-
-def _defined(tree: ast.AST, inside: str) -> Iterator[str]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield inside + node.name
-            if isinstance(node, ast.ClassDef):
-                yield from _defined(node, f"{node.name}.")
-
-
-@functools.cache
-def names_of_tests() -> set[str]:
-    """Names of all test functions."""
-    return {name for path in texts() if path.name.startswith("test_") and path.suffix == ".py"
-            for name in re.findall(r"^ *def (test_\w+)", path.read_text(), re.M)}  # fmt: skip
 
 
 @functools.cache
@@ -161,14 +98,14 @@ def test_a_theorem_is_proved_used_and_checked(number: int) -> None:
     used, checked = theorem.names("Used by"), theorem.names("Checked by")
     assert used and checked
     assert [name for name in used if name not in definitions()] == [], "no such code"
-    assert [name for name in checked if name not in names_of_tests()] == [], "no such test"
+    assert [name for name in checked if name not in checks()] == [], "no such test"
 
 
 @pytest.mark.parametrize("number", theorems())
 def test_code_that_rests_on_a_theorem_says_so(number: int) -> None:
     """At least one of the files that the theorem names cites it, or its section."""
     theorem = theorems()[number]
-    files = {path for name in theorem.names("Used by") for path in definitions().get(name, [])}
+    files = {place.path for name in theorem.names("Used by") for place in definitions().get(name, [])}
     cited = [m for path in files for m in _CITATION.finditer(path.read_text())]
     wanted = {"Theorem": {number}, "section": {theorem.section}}
     assert any(

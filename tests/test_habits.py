@@ -42,6 +42,27 @@ def test_the_workflow_runs_what_developers_run() -> None:
     assert commands and all(line.split()[0] == "make" and line.split()[1] in targets for line in commands), commands
 
 
+def test_a_release_is_built_as_here_and_published_without_a_secret() -> None:
+    jobs = read(".github/workflows/release.yml")["jobs"]
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert commands and all(line.split()[0] == "make" and line.split()[1] in targets for line in commands), commands
+    assert jobs["publish"]["permissions"] == {"id-token": "write"} and jobs["publish"]["environment"] == "release"
+    assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
+    publish = [step["uses"] for step in jobs["publish"]["steps"]]
+    assert any(step.startswith("pypa/gh-action-pypi-publish@") for step in publish)
+
+
+def test_the_metadata_is_complete() -> None:
+    about = project()
+    for entry in ("description", "readme", "license", "license-files", "authors", "keywords", "classifiers"):
+        assert about[entry], entry
+    assert "Typing :: Typed" in about["classifiers"] and (ROOT / "src/weightclip/py.typed").exists()
+    shown = (ROOT / "README.md").read_text()
+    for extra in ("table", "text", "onnx", "docs", "dev"):
+        assert extra in about["optional-dependencies"] and f".[{extra}]" in shown
+
+
 def test_the_workflow_covers_every_declared_python_and_both_ends_of_torch() -> None:
     matrix = read(".github/workflows/ci.yml")["jobs"]["releases"]["strategy"]["matrix"]
     declared = re.findall(r"Python :: (3\.\d+)", "\n".join(project()["classifiers"]))

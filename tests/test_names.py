@@ -13,7 +13,7 @@ import pytest
 import weightclip as wc
 
 ROOT = Path(__file__).parents[1]
-TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.py"))]
+TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.py"))]
 # not after a slash, a dot or a dash (paths, addresses), not a file name, not an entry of a configuration file
 _DOTTED = re.compile(r"(?<![\w./-])(wc|weightclip_studies|weightclip)((?:\.[A-Za-z_]\w*)+)")
 _IMPORT = re.compile(r"from (weightclip(?:_studies)?(?:\.\w+)*) import (?:\(([^)]*)\)|([^\n#;]*))")

@@ -15,6 +15,7 @@ import time
 import venv
 from pathlib import Path
 
+from dist import copy_sources
 from releases import ROOT, only_argument
 
 TRIAL = """
@@ -49,9 +50,7 @@ def main() -> None:
         home, source = Path(folder), Path(folder) / "source"
         python = str(home / "venv" / "bin" / "python")
         # built from a copy: setuptools would leave build/ in the checkout, and take from it what an older build left
-        shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
-            shutil.copy(ROOT / name, source / name)
+        copy_sources(source)
         shutil.copy(ROOT / "README.md", home)
         venv.create(home / "venv", with_pip=True)
         subprocess.run([python, *pip, "wheel", "-qq", "--no-deps", "-w", folder, str(source)], env=settings, check=True)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
     from weightclip.tabular import LipDPClassifier as LipDPClassifier
     from weightclip.tabular import LipDPRegressor as LipDPRegressor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "weightclip.accounting": ("Adjacency",),

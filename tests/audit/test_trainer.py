@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,13 @@ def test_the_same_trainer_without_a_defect_passes_and_the_audit_is_sharp():
     found = audit_trainer(_opacus().clean(), runs=1200)
     assert not found.violation and found.result.epsilon_lower <= found.epsilon
     assert found.result.epsilon_gdp == pytest.approx(2.0, rel=0.25)
+
+
+@pytest.mark.skipif(not os.environ.get("WEIGHTCLIP_FULL"), reason="a minute: WEIGHTCLIP_FULL=1")
+def test_the_sampler_that_was_accounted_passes():
+    """The control of the weighted sampler, by the same audit with as many runs."""
+    found = audit_trainer(_opacus().poisson_sampler(), runs=500)
+    assert not found.violation and found.result.epsilon_lower <= found.epsilon
 
 
 @pytest.mark.parametrize("steps", [1, 9])

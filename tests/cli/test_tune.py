@@ -36,7 +36,7 @@ def test_the_winner_is_a_model_folder_that_verifies(table, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["verify", str(out)])
     assert stop.value.code == 0 and "which is true" in capsys.readouterr().out
-    assert "best of 2 such runs on average" in (out / "MODEL_CARD.md").read_text()
+    assert "best of 2 such runs on average" in (out / "README.md").read_text()
     assert run(table, *options) == 1 and "exists already" in capsys.readouterr().err
 
 

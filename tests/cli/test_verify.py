@@ -126,7 +126,7 @@ def altered(fitted: Path, to: Path, change, card: bool = True) -> Path:
     change(report)
     contents["privacy.json"] = json.dumps(report).encode()
     if card:
-        contents["MODEL_CARD.md"] = model_card(json.loads(contents["pipeline.json"]), report).encode()
+        contents["README.md"] = model_card(json.loads(contents["pipeline.json"]), report).encode()
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items() if name != "checksums.json"}
     contents["checksums.json"] = json.dumps(sums).encode()
     for name, data in contents.items():
@@ -178,6 +178,67 @@ def test_what_was_changed_in_a_model_is_found(fitted: Path, capsys, tmp_path: Pa
     plain = altered(fitted, tmp_path / "plain", lambda report: None)
     (plain / "privacy.json").write_text("{}")
     assert "was changed after training" in run(capsys, plain, expect=1).err
+
+
+@pytest.fixture(scope="module")
+def stated(tmp_path_factory) -> dict:
+    path = tmp_path_factory.mktemp("reports") / "run.ledger"
+    for sigma, count in ((1.0, 3), (2.0, 2)):
+        made = started(path, sigma=sigma, accountant="pld")
+        steps(made, count)
+        killed(made)
+    made = started(path, sigma=4.0, accountant="pld")
+    return json.loads(json.dumps(made.engine.report(1e-5)))
+
+
+def test_a_report_by_itself(stated, capsys, tmp_path: Path) -> None:
+    """From the mechanisms by dp-accounting alone, to 1e-6."""
+    path = tmp_path / "privacy.json"
+    path.write_text(json.dumps(stated))
+    found = json.loads(run(capsys, path, "--json").out)
+    assert found["epsilon"] == pytest.approx(epsilon(TRUTH, 1e-5), rel=1e-6) == pytest.approx(stated["epsilon"])
+    assert run(capsys, path).out.splitlines()[-1] == "ok"
+    assert json.loads(run(capsys, path, "--delta", "1e-6", "--json").out)["epsilon"] > found["epsilon"]
+
+
+@pytest.mark.parametrize(
+    "place, value, text",
+    [
+        (("epsilon",), 1.0, "claims epsilon"),
+        (("epsilon",), "inf", "claims epsilon"),
+        (("mechanisms", 0, "sigma"), 1.001, "claims epsilon"),
+        (("mechanisms", 1, "steps"), 1, "claims epsilon"),
+        (("mechanisms", 0, "epsilon"), 0.1, "claims epsilon"),
+        (("public", "steps"), 4, "speaks of 4 steps"),
+        (("delta",), 1e-4, "claims epsilon"),
+        (("accountant",), "rdp", "claims epsilon"),
+        (("adjacency",), "REPLACE_ONE", "claims epsilon"),
+        (("adjacency",), "NONE", "no complete privacy report"),
+        (("mechanisms",), 3, "no complete privacy report"),
+        (("format",), "9.0", "use the version"),
+        (("preprocessing",), [], "model folder it belongs to"),
+    ],
+    ids=lambda v: "-".join(map(str, v)) if isinstance(v, tuple) else None,
+)
+def test_what_was_changed_in_a_report_is_found(stated, place, value, text, capsys, tmp_path: Path) -> None:
+    report = json.loads(json.dumps(stated))
+    entry = report
+    for step in place[:-1]:
+        entry = entry[step]
+    entry[place[-1]] = value
+    (tmp_path / "privacy.json").write_text(json.dumps(report))
+    assert text in run(capsys, tmp_path / "privacy.json", expect=1).err
+
+
+def test_a_file_that_is_no_report(capsys, tmp_path: Path) -> None:
+    for text in ("", "[]", "{}", '{"epsilon": NaN}', "\xff"):
+        (tmp_path / "x.json").write_text(text)
+        assert "no complete privacy report" in run(capsys, tmp_path / "x.json", expect=1).err
+
+
+def test_a_model_of_version_01_says_which_version_to_use(fitted: Path, capsys, tmp_path: Path) -> None:
+    folder = altered(fitted, tmp_path / "old", lambda report: report.pop("format"), card=False)
+    assert "use that version" in run(capsys, folder, expect=1).err
 
 
 def test_progress_only_where_it_takes_long(capsys, monkeypatch) -> None:

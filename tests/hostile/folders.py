@@ -13,7 +13,7 @@ import numpy as np
 import safetensors.numpy
 from tests.hostile.kit import Case
 
-FILES = ("weights.safetensors", "pipeline.json", "privacy.json", "MODEL_CARD.md", "checksums.json")
+FILES = ("weights.safetensors", "pipeline.json", "privacy.json", "README.md", "checksums.json")
 GONE = object()
 
 

@@ -40,12 +40,31 @@ def test_round_trip(fitted, tmp_path):
 
 def test_folder_holds_what_it_should_and_nothing_that_runs(fitted, tmp_path):
     folder = fitted[0].save(tmp_path / "m")
-    names = {"weights.safetensors", "pipeline.json", "privacy.json", "MODEL_CARD.md", "checksums.json"}
+    names = {"weights.safetensors", "pipeline.json", "privacy.json", "README.md", "checksums.json"}
     assert {p.name for p in folder.iterdir()} == names
-    assert fitted[0].privacy_report_["statement"] in (folder / "MODEL_CARD.md").read_text()
+    assert fitted[0].privacy_report_["statement"] in (folder / "README.md").read_text()
     for path in folder.iterdir():
         with pytest.raises(Exception):  # noqa: B017 - none of them is a pickle
             pickle.loads(path.read_bytes())
+
+
+def test_folders_of_version_01_are_read_and_replaced(fitted, tmp_path):
+    """Their card had another name, their report no format."""
+    folder = fitted[0].save(tmp_path / "m")
+    report = json.loads((folder / "privacy.json").read_text())
+    report.pop("format")
+    (folder / "privacy.json").write_text(json.dumps(report))
+    (folder / "README.md").rename(folder / "MODEL_CARD.md")
+    sums = json.loads((folder / "checksums.json").read_text())
+    sums["MODEL_CARD.md"] = sums.pop("README.md")
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    again = LipDPClassifier.load(resealed(folder))
+    assert np.array_equal(again.predict_proba(X), fitted[0].predict_proba(X))
+    (folder / "MODEL_CARD.md").write_text("better than it was")
+    with pytest.raises(WeightclipError, match="MODEL_CARD.md was changed"):
+        LipDPClassifier.load(folder)
+    fitted[0].save(folder, overwrite=True)
+    assert not (folder / "MODEL_CARD.md").exists() and (folder / "README.md").exists()
 
 
 def test_exists_and_overwrite(fitted, tmp_path):
@@ -61,7 +80,7 @@ def test_exists_and_overwrite(fitted, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["weights.safetensors", "pipeline.json", "privacy.json", "MODEL_CARD.md", "checksums.json"]
+    "name", ["weights.safetensors", "pipeline.json", "privacy.json", "README.md", "checksums.json"]
 )
 def test_missing_or_changed_files_are_found(fitted, tmp_path, name):
     folder = fitted[0].save(tmp_path / "m")

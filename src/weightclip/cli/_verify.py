@@ -1,4 +1,4 @@
-"""``weightclip verify``: epsilon from a ledger or a model folder alone, against what they claim."""
+"""``weightclip verify``: epsilon from a ledger, a privacy report or a model folder alone, against what they claim."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _TOLERANCE = 1e-6  # of epsilon, relative
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(metavar="LEDGER|MODEL", help="ledger file, or model folder")],
+    path: Annotated[
+        Path, typer.Argument(metavar="LEDGER|REPORT|MODEL", help="ledger, privacy report (.json), or model folder")
+    ],
     delta: Annotated[float | None, typer.Option(help="failure probability (default: the one recorded)")] = None,
     accountant: Annotated[
         str | None, typer.Option(help="pld or rdp (default: the model's own, pld for ledgers)")
@@ -37,9 +39,10 @@ def verify(
     if accountant not in (None, "pld", "rdp"):
         raise typer.BadParameter(f"must be pld or rdp, got {accountant}", param_hint="--accountant")
     if not path.exists():
-        raise WeightclipError(f"{path} does not exist: give a ledger file or a model folder.")
+        raise WeightclipError(f"{path} does not exist: give a ledger file, a privacy report or a model folder.")
     with _patience("recomputing epsilon"):
-        result = (_model if path.is_dir() else _ledger)(path, delta, accountant)
+        reader = _model if path.is_dir() else _report if path.suffix == ".json" else _ledger
+        result = reader(path, delta, accountant)
     if as_json:
         print(json.dumps(result))
         return
@@ -71,6 +74,43 @@ def _ledger(path: Path, delta: float | None, accountant: str | None) -> dict[str
     }  # fmt: skip
 
 
+def _report(path: Path, delta: float | None, accountant: str | None) -> dict[str, Any]:
+    """The report of an engine, written by ``json.dump``: its epsilon, and what each mechanism costs alone."""
+    from weightclip.accounting import Adjacency, epsilon
+    from weightclip.engine import check_format
+    from weightclip.sampling import TAIL
+    from weightclip.tabular import mechanisms_of, strict_json
+
+    try:
+        report = strict_json(path.read_bytes())
+        check_format(report)
+        mechanisms, relation = mechanisms_of(report), Adjacency[report["adjacency"]]
+        stated, by = float(report["delta"]), accountant or str(report["accountant"])
+        draws = sum(m.steps for m in mechanisms)  # each costs TAIL of delta: SOUNDNESS Theorem 27
+        if "preprocessing" in report:
+            raise WeightclipError(f"{path} is the report of an estimator: verify the model folder it belongs to.")
+        found = epsilon(mechanisms, stated - draws * TAIL, report["accountant"], relation)
+        for m, entry in zip(mechanisms, report["mechanisms"], strict=True):
+            alone = epsilon([m], stated - m.steps * TAIL, report["accountant"], relation)
+            _agree(path, entry["epsilon"], alone, stated)
+        claimed, listed = float(report["epsilon"]), report["public"]["steps"]
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise WeightclipError(
+            f"{path} is no complete privacy report ({type(error).__name__}: {error}): write engine.report(delta) to it."
+        ) from error
+    _agree(path, claimed, found, stated)
+    if listed != draws:
+        raise WeightclipError(f"{path} speaks of {listed} steps, but its mechanisms list {draws}.")
+    at = stated if delta is None else delta
+    value = epsilon(mechanisms, at - draws * TAIL, by, relation)
+    return {
+        "kind": "report", "ok": True, "epsilon": _number(value), "delta": at, "accountant": by,
+        "adjacency": relation.value, "charges": draws, "claimed": report["epsilon"], "claimed_delta": stated,
+        "mechanisms": _rows(mechanisms),
+        "summary": f"claims epsilon {claimed:.6g} at delta {stated:g}, which is what its mechanisms cost",
+    }  # fmt: skip
+
+
 def _model(path: Path, delta: float | None, accountant: str | None) -> dict[str, Any]:
     from weightclip.accounting import epsilon
     from weightclip.tabular import folder as _folder
@@ -79,6 +119,8 @@ def _model(path: Path, delta: float | None, accountant: str | None) -> dict[str,
     if (path / "ledger.json").is_file() and not (path / _folder.CHECKSUMS).is_file():
         raise WeightclipError(f"{path} is a checkpoint of an engine: verify the ledger of its run instead.")
     _, pipeline, report = _folder.load(path)
+    if "format" not in report:
+        raise WeightclipError(f"model {path} was written by version 0.1, whose card is unknown here: use that version.")
     try:
         mechanisms = mechanisms_of(report)
         relation, stated, claimed = report["adjacency"].lower(), report["delta"], float(report["epsilon"])
@@ -111,9 +153,9 @@ def _model(path: Path, delta: float | None, accountant: str | None) -> dict[str,
 
 def _agree(path: Path, claim: Any, found: float, delta: float) -> None:
     claimed = float(claim)
-    if not (found == claimed or abs(found - claimed) <= _TOLERANCE * claimed):
+    if not math.isclose(found, claimed, rel_tol=_TOLERANCE):
         raise WeightclipError(
-            f"model {path} claims epsilon {claimed:.6g}, but its mechanisms amount to {found:.6g} at delta {delta:g}."
+            f"{path} claims epsilon {claimed:.6g}, but its mechanisms amount to {found:.6g} at delta {delta:g}."
         )
 
 

@@ -16,6 +16,7 @@ from weightclip.accounting import Adjacency, Ledger, Mechanism, calibrate_sigma,
 from weightclip.certificate import KNOWN, Bounds, Certificate, OpenPlan, Plan, build_plan, numerics_for
 from weightclip.distributed import SharedLedger, find_ranks, refuse_parallel
 from weightclip.engine import _checkpoint, _report
+from weightclip.engine._card import model_card
 from weightclip.engine._checkpoint_checks import readable
 from weightclip.engine._criterion import PrivateCriterion
 from weightclip.engine._digest import settings_digest
@@ -342,6 +343,10 @@ class PrivacyEngine:
     def report(self, delta: float | None = None) -> dict[str, Any]:
         """A JSON-ready privacy statement: adjacency, constants, mechanisms, sensitivities, what is not covered."""
         return _report.privacy_report(self, delta)
+
+    def card(self, delta: float | None = None, title: str = "Private model", **head: Any) -> str:
+        """A model card made from :meth:`report`, for the Hugging Face hub; ``head`` adds to its YAML head."""
+        return model_card(self.report(delta), title, head=head)
 
     def fused_step(self) -> FusedStep:
         """``step(x, y)`` for a whole training step; on CUDA it is replayed as one graph (:class:`FusedStep`).

@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightclip.accounting import Mechanism
+from weightclip.accounting import epsilon as epsilon_of
 from weightclip.certificate import Certificate
+from weightclip.engine._statement import FORMAT
 from weightclip.noise import Release, combine
+from weightclip.sampling import TAIL
 
 if TYPE_CHECKING:
     from weightclip.engine._engine import PrivacyEngine
@@ -52,6 +56,7 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
     delta = delta if delta is not None else getattr(engine, "target_delta", None)
     epsilon = engine.get_epsilon(delta) if delta is not None else None
     return {
+        "format": FORMAT,
         "library": {"weightclip": version_of_package("weightclip"), "torch": str(torch.__version__),
                     "dp-accounting": version_of_package("dp-accounting")},
         "adjacency": engine.adjacency.name,
@@ -67,7 +72,7 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
         },
         "mechanisms": [
             {"kind": m.kind, "sigma": m.sigma, "epsilon0": m.epsilon0, "q": m.q, "steps": m.steps, "label": m.label,
-             "epsilon": None if epsilon is None else _number(epsilon)}
+             "epsilon": None if delta is None else _number(_alone(engine, m, delta))}
             for m in engine.mechanisms()
         ],
         "delta": delta,
@@ -89,6 +94,11 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
         "independence": _independence(engine),
         "not_covered": [*NOT_COVERED, *_uncovered(engine)],
     }  # fmt: skip
+
+
+def _alone(engine: PrivacyEngine, mechanism: Mechanism, delta: float) -> float:
+    """What one of the mechanisms costs by itself; together they cost less than the sum of these."""
+    return epsilon_of([mechanism], delta - mechanism.steps * TAIL, engine.accountant, engine.adjacency)
 
 
 def _independence(engine: PrivacyEngine) -> str:

@@ -6,7 +6,10 @@ more than what can be recomputed from it.
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+from weightclip.errors import WeightclipError
 
 FORMAT = "1.0"
 """Version of the report's format, by semantic versioning: the first number grows when old readers would misread it."""
@@ -16,6 +19,23 @@ _NEIGHBOURS = {
     "REPLACE_ONE": "data sets of equal size that differ in one record",
 }
 _PRODUCT = ("name", "data_curators", "intended_use", "description", "publication_date")
+
+
+def check_format(report: dict[str, Any]) -> None:
+    """Refuse a privacy report that this version would misread.
+
+    Reports of version 0.1 have no number and are read as 1.0. A larger second number only adds entries.
+
+    Raises:
+        WeightclipError: The format has another first number, or is no version.
+    """
+    found = report.get("format", FORMAT)
+    if not isinstance(found, str) or not re.fullmatch(r"\d{1,4}\.\d{1,4}", found):
+        raise WeightclipError(f"the report's format must be a version like {FORMAT!r}, got {str(found)[:20]!r}.")
+    if found.split(".")[0] != FORMAT.split(".")[0]:
+        raise WeightclipError(
+            f"the privacy report has format {found}, this version reads {FORMAT}: use the version that wrote it."
+        )
 
 
 def nist_answers(report: dict[str, Any]) -> dict[str, str]:
@@ -28,6 +48,7 @@ def nist_answers(report: dict[str, Any]) -> dict[str, str]:
         Question to answer, in the order of the publication: the guarantee, its unit, the algorithms and how their cost
         adds up, then what surrounds them.
     """
+    check_format(report)
     pure = report.get("delta") in (None, 0, 0.0)
     guarantee = f"epsilon = {_text(report.get('epsilon'))}" + ("" if pure else f", delta = {report['delta']:g}")
     seeded = not report.get("secure_noise", True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from weightclip.tabular._calibrate import calibrate as calibrate
 from weightclip.tabular._card import model_card as model_card
 from weightclip.tabular._checks import check_budget as check_budget
+from weightclip.tabular._checks import strict_json as strict_json
 from weightclip.tabular._classifier import LipDPClassifier as LipDPClassifier
 from weightclip.tabular._columns import Column as Column
 from weightclip.tabular._columns import Schema as Schema

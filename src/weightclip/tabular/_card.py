@@ -1,60 +1,50 @@
-"""The model card: what was trained, on what, and what its epsilon says, in Markdown."""
+"""The model card of a table's model: the engine's card, with columns and classes."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from weightclip.engine import model_card as private_card
+from weightclip.engine import one_line
+
 
 def model_card(pipeline: dict[str, Any], report: dict[str, Any]) -> str:
     """A model card from the pipeline description and the privacy report; nothing else is read."""
     task = pipeline["task"]
-    target = _cell(pipeline.get("target") or "the target")
-    lines = [
-        f"# Private {task} model for `{target}`",
-        "",
-        f"{report['statement']}",
-        "",
-        f"- records: {report['public']['records']:,}; columns: {len(pipeline['columns'])}",
-        f"- network: dense, hidden layers {pipeline['hidden'] or 'none'}, {pipeline['outputs']} output(s)",
+    target = one_line(pipeline.get("target") or "the target")
+    facts = [
+        report["statement"],
+        f"records: {report['public']['records']:,}; columns: {len(pipeline['columns'])}",
+        f"network: dense, hidden layers {pipeline['hidden'] or 'none'}, {pipeline['outputs']} output(s)",
     ]
+    if (text := pipeline.get("text")) is not None:
+        facts.append(f"text of column {one_line(text['column'])}, read through the encoder {one_line(text['encoder'])}")
     if task == "classification":
-        shown = ", ".join(_cell(str(c)) for c in pipeline["classes"][:20])
+        shown = ", ".join(one_line(str(c)) for c in pipeline["classes"][:20])
         more = len(pipeline["classes"]) - 20
-        lines.append(f"- classes: {shown}{f' and {more} more' if more > 0 else ''}")
+        facts.append(f"classes: {shown}{f' and {more} more' if more > 0 else ''}")
     else:
-        lines.append(f"- predictions are clipped to [{pipeline['target_range'][0]:g}, {pipeline['target_range'][1]:g}]")
-    lines += [
+        low, high = pipeline["target_range"]
+        facts.append(f"predictions are clipped to [{low:g}, {high:g}]")
+    paid = ["## Preprocessing", "", *(f"- {line}" for line in report["preprocessing"])]
+    columns = ["## Columns", "", "| column | type | public range or categories |", "|---|---|---|"]
+    columns += [f"| {one_line(c['name'])} | {c['type']} | {_known(c)} |" for c in pipeline["columns"]]
+    use = [
+        "## Use and check it",
         "",
-        "## What was released",
-        "",
-        "| mechanism | kind | sigma | q | steps | epsilon alone |",
-        "|---|---|---|---|---|---|",
+        "`weightclip predict MODEL data.csv` predicts; `weightclip verify MODEL` recomputes epsilon from this folder "
+        "and finds changed files; `weightclip certify MODEL` shows the sensitivities.",
     ]
-    for m in report["mechanisms"]:
-        sigma = "" if m["sigma"] is None else f"{m['sigma']:.4g}"
-        value = m["epsilon"] if isinstance(m["epsilon"], str) else f"{m['epsilon']:.4g}"
-        lines.append(f"| {m['label']} | {m['kind']} | {sigma} | {m['q']:.4g} | {m['steps']} | {value} |")
-    total = f"epsilon {report['epsilon']} at delta {report['delta']:g}"
-    law = f" (best of {report['search']['mean_runs']:g} such runs on average)" if "search" in report else ""
-    lines += ["", f"Together{law}, by {report['accountant'].upper()}: {total}, for adding or removing one record."]
-    lines += ["", "## Preprocessing", ""]
-    lines += [f"- {s}" for s in report["preprocessing"]]
-    lines += ["", "## Not covered by epsilon", ""]
-    lines += [f"- {s}" for s in report["not_covered"]]
-    lines += ["", "## Columns", "", "| column | type | public range or categories |", "|---|---|---|"]
-    for c in pipeline["columns"]:
-        known = (
-            f"[{c['low']:g}, {c['high']:g}]"
-            if "low" in c
-            else f"{len(c['categories'])} categories"
-            if "categories" in c
-            else "none"
-        )
-        lines.append(f"| {_cell(c['name'])} | {c['type']} | {known} |")
-    lines += ["", "Check it: `weightclip certify` on this folder recomputes epsilon and the sensitivities.", ""]
-    return "\n".join(lines)
+    return private_card(
+        report,
+        f"Private {task} model for `{target}`",
+        facts=facts,
+        sections=["\n".join(part) for part in (paid, columns, use)],
+        head={"pipeline_tag": f"tabular-{task}"},
+    )
 
 
-def _cell(text: str) -> str:
-    """A name on one line of Markdown, whatever it holds."""
-    return " ".join(text.replace("|", "\\|").replace("`", "'").split())
+def _known(column: dict[str, Any]) -> str:
+    if "low" in column:
+        return f"[{column['low']:g}, {column['high']:g}]"
+    return f"{len(column['categories'])} categories" if "categories" in column else "none"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from weightclip.engine import check_format
 from weightclip.errors import WeightclipError
 
 _LARGEST = 1e300  # of a number in a file: far from where arithmetic overflows
@@ -184,6 +185,7 @@ _SETTINGS: Rules = {
 def check_report(report: Any, where: str) -> None:
     """Refuse, in one line, a privacy report of the wrong shape; whether it is true is for `certify` to find out."""
     _obey(report, _REPORT, where, frozenset({"search"}))
+    check_format(report)
     if "search" in report:
         _obey(report["search"], _SEARCH, f"{where}: 'search'")
     for i, m in enumerate(report["mechanisms"]):

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from weightclip.accounting import Mechanism, NegativeBinomialRuns, epsilon, search_cost
-from weightclip.engine import version_of_package
+from weightclip.engine import FORMAT, version_of_package
 from weightclip.sampling import TAIL
 from weightclip.tabular._encoder import Fitted
 from weightclip.tabular._training import Run, Settings
@@ -42,6 +42,7 @@ def privacy_report(
     mechanisms = [*fitted.mechanisms, *([run.mechanism] if run is not None else [])]
     total = math.inf if fitted.uncovered else epsilon(mechanisms, delta, accountant)
     report: dict[str, Any] = {
+        "format": FORMAT,
         "statement": f"({_text(total)}, {delta:g})-differentially private for adding or removing one record.",
         "epsilon": _number(total),
         "delta": delta,

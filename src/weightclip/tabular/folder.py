@@ -22,9 +22,10 @@ from weightclip.tabular._checks import check_pipeline, check_report, strict_json
 
 FORMAT = 1
 WEIGHTS, PIPELINE, PRIVACY, CARD, CHECKSUMS = (
-    "weights.safetensors", "pipeline.json", "privacy.json", "MODEL_CARD.md", "checksums.json",
+    "weights.safetensors", "pipeline.json", "privacy.json", "README.md", "checksums.json",
 )  # fmt: skip
-FILES = frozenset({WEIGHTS, PIPELINE, PRIVACY, CARD, CHECKSUMS})
+OLD_CARD = "MODEL_CARD.md"  # of version 0.1
+FILES = frozenset({WEIGHTS, PIPELINE, PRIVACY, CARD, OLD_CARD, CHECKSUMS})
 
 
 def save(
@@ -120,7 +121,7 @@ def load(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], dic
     place = _swap.standing(folder)
     expected = _parse(folder, CHECKSUMS, _read(folder, place, CHECKSUMS))
     contents = {}
-    for name in (WEIGHTS, PIPELINE, PRIVACY, CARD):
+    for name in (WEIGHTS, PIPELINE, PRIVACY, OLD_CARD if OLD_CARD in expected else CARD):
         contents[name] = _read(folder, place, name)
         if hashlib.sha256(contents[name]).hexdigest() != expected.get(name):
             raise WeightclipError(f"model {folder}: {name} was changed after training (its checksum does not match).")
