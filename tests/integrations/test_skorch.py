@@ -56,3 +56,5 @@ def test_the_budget_ends():
     with pytest.warns(UserWarning, match="budget spent"):
         model.partial_fit(x, y)
     assert model.engine_.steps == 12
+    with pytest.raises(wc.ContractError, match="other records"):
+        model.partial_fit(x.copy(), y)

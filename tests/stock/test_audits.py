@@ -14,6 +14,7 @@ import torch
 from tests.stock.kit import RECORDS, Case
 from tests.stock.models import HUGGING, PLAIN, made
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import weightclip as wc
 from weightclip.audit import Neighbours, Subject, falsify, step_law
@@ -97,7 +98,8 @@ def test_the_falsifier(name: str, request: pytest.FixtureRequest) -> None:
     values = case.inputs.values() if isinstance(case.inputs, dict) else [case.inputs]
     if not all(v.is_floating_point() for v in values):
         pytest.skip("the falsifier climbs in inputs that are numbers; these are tokens")
-    found = falsify(subject(case), restarts=4, steps=10)
+    with sdpa_kernel(SDPBackend.MATH):  # fused kernels have no second derivative, which the search needs
+        found = falsify(subject(case), restarts=4, steps=10)
     assert not found.violation and found.joint > 0.5
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer  # pyright: ignore[reportMissingImports]
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from skorch.dataset import ValidSplit
+from skorch.dataset import ValidSplit  # pyright: ignore[reportMissingImports]
 from torch import nn
 
 from weightclip.engine import PrivacyEngine
@@ -47,7 +47,9 @@ class PrivateNet:
                 epochs=net.max_epochs, module=net.module_, optimizer=net.optimizer_, data_loader=iterator,
                 criterion=net.criterion_,
             )  # fmt: skip
-        elif dataset is not self.engine_.loader.dataset and len(dataset) != len(self.engine_.loader.dataset):
+        elif getattr(dataset, "X", dataset) is not getattr(
+            self.engine_.loader.dataset, "X", self.engine_.loader.dataset
+        ):
             raise ContractError("partial_fit got other records than the run began with: call fit, with its own budget.")
         return self.engine_.loader
 
