@@ -48,6 +48,7 @@ GUIDES = [in_site(p) for p in PAGES if len("\n".join(blocks(p)).splitlines()) > 
 def test_every_guide_is_among_those_that_run() -> None:
     expected = {"start", "epsilon", "bounds", "models", "opacus", "estimators", "vision", "text", "lora", "saving",
                 "sharing", "auditing", "features"}  # fmt: skip
+    assert all(len("\n".join(blocks(DOCS / f"{guide}.md")).splitlines()) > 10 for guide in expected)
     assert expected <= set(GUIDES) and sum(page.startswith("reference/") for page in GUIDES) >= 7
 
 

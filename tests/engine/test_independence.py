@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip.engine import _install
+from weightclip.engine import _independence, _install
 from weightclip.engine._independence import _ROWWISE, acts_on_rows
 
 _PICTURE, _ROW, _LINE, _VOLUME = (2, 6, 6), (8,), (2, 9), (2, 4, 4, 4)
@@ -118,3 +118,41 @@ def test_trust_without_a_look_is_caught(monkeypatch: pytest.MonkeyPatch):
     for make in (_hooked, _hooked_backward, _replaced):
         with pytest.raises(pytest.fail.Exception):
             test_what_hangs_on_a_layer_is_tested_and_refused(make)
+
+
+class _SlyRReLU(nn.RReLU):
+    """Mixes records, and only in training."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input - input.mean(0) if self.training else input
+
+
+def _forward_of_its_own() -> nn.Module:
+    layer = nn.RReLU()
+    layer.forward = lambda input: input - input.mean(0) if layer.training else input  # type: ignore[method-assign]
+    return layer
+
+
+def _rrelu_with_a_hook() -> nn.Module:
+    layer = nn.RReLU(0.2, 0.2)
+    layer.register_forward_hook(lambda module, args, output: output - output.mean(0) if module.training else output)
+    return layer
+
+
+def _private(between: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), between, nn.Linear(8, 3)).train()
+    data = TensorDataset(torch.randn(32, 8), torch.randint(0, 3, (32,)))
+    wc.PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(data, batch_size=8), noise_multiplier=1.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [_SlyRReLU, _forward_of_its_own, _rrelu_with_a_hook])
+def test_only_the_native_rrelu_stands_still(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch):
+    _private(nn.RReLU())
+    with pytest.raises(wc.WeightclipError, match="mixes records"):
+        _private(make())
+    # the mutant: whatever is called an RReLU stands still, and what it does in training is never seen
+    monkeypatch.setattr(_independence, "_is_rrelu", lambda module: isinstance(module, nn.RReLU))
+    _private(make())

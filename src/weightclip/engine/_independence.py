@@ -121,13 +121,13 @@ def _sketch(value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _quiet_modules(model: nn.Module, still: bool) -> Iterator[None]:
-    """With ``still``, modules that draw random numbers in training (dropout) stand still; nn.RReLU always does.
+    """With ``still``, modules that draw random numbers in training (dropout) stand still; torch's nn.RReLU always does.
 
     It draws for negative numbers alone, so that a record decides which of a stream's numbers the next one gets. They
     are independent of the records all the same, and secret, which is all that is asked of them (SOUNDNESS section 10).
+    Only its own forward is known to do no more: subclasses, other forwards and hooks run as they are.
     """
-    kinds = (AnyDropout, nn.RReLU) if still else nn.RReLU
-    drawing = [m for m in model.modules() if isinstance(m, kinds) and m.training]
+    drawing = [m for m in model.modules() if m.training and (_is_rrelu(m) or (still and isinstance(m, AnyDropout)))]
     try:
         for module in drawing:
             module.training = False
@@ -135,6 +135,10 @@ def _quiet_modules(model: nn.Module, still: bool) -> Iterator[None]:
     finally:
         for module in drawing:
             module.training = True
+
+
+def _is_rrelu(module: nn.Module) -> bool:
+    return type(module) is nn.RReLU and "forward" not in vars(module) and not hooked(module)
 
 
 def refuse_mixing(model: nn.Module) -> None:
