@@ -59,8 +59,9 @@ class Sentences(nn.Module):
 
         config = transformers.BertConfig(
             vocab_size=WORDS, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
-            max_position_embeddings=LENGTH, num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            max_position_embeddings=LENGTH, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )  # fmt: skip
+        config.num_labels = 2
         body = transformers.BertForSequenceClassification(config)
         _see_public_sentences(body)
         lora = peft.LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules=["query", "value"])

@@ -39,6 +39,21 @@ def test_without_one_it_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "VIOLATION" not in capsys.readouterr().err
 
 
+def test_checks_of_other_trainers_have_no_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Estimators and image heads are audited beside the engine, by what they have."""
+    layer = {"layer": "0", "bound": 1.0, "found": 0.5, "typical": 0.1, "ratio": 0.5}
+    checks = [
+        Check("falsifier", "some trainer", 0.5, 1.0, False, "layer 0", {"layers": [layer], "rate": 1.0}),
+        Check("estimators, two worlds", "a row far away", 0.1, 1.0, False, "", {"epsilon_gdp": 0.2, "trials": 9}),
+        Check("image heads, one record", "linear", 0.9, 1.0, False, "", {"alone": 0.9}),
+    ]
+    monkeypatch.setattr(audit, "run_audit", lambda **options: Report(3, True, 1e-5, (1.0,), checks))
+    assert _run("--out", str(tmp_path)) == 0
+    assert "a row far away" in (shown := capsys.readouterr().out) and "linear" in shown
+
+
 @pytest.mark.parametrize("options", [("--epsilon", "-1"), ("--epsilon", "x"), ("--delta", "2"), ("--nope",)])
 def test_bad_options_are_named_in_one_line(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
     assert _run(*options) == 2

@@ -62,7 +62,8 @@ def test_fit(size):
     pieces = engine.loader.pieces
     assert (pieces > 1) == (size is not None)
     assert engine.steps == 8 == trainer.global_step and len(module.seen) == 8 * pieces
-    assert all(math.isnan(v) for v in module.seen) and torch.isnan(trainer.callback_metrics["train_loss"])
+    assert all(map(math.isnan, module.seen))  # type: ignore
+    assert torch.isnan(trainer.callback_metrics["train_loss"])
     assert 1.9 < float(trainer.progress_bar_metrics["epsilon"]) <= 2.0
     assert float(trainer.progress_bar_metrics["epsilon"]) == pytest.approx(engine.get_epsilon(DELTA), rel=1e-5)
     assert not torch.equal(weights(module), start)
@@ -82,7 +83,7 @@ def test_a_closure_runs_once_and_before_the_release():
             pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[callback],
                        enable_progress_bar=False, enable_model_summary=False).fit(module, loader)  # fmt: skip
         else:
-            (optimizer,), (scheduler,) = module.configure_optimizers()
+            (optimizer,), (scheduler,) = module.configure_optimizers()  # type: ignore
             for x, y in loader:
                 optimizer.zero_grad()
                 module.loss(module(x), y).backward()

@@ -183,11 +183,11 @@ class Examination:
 
 
 def gdp_estimate_of(check: Check) -> float:
-    """The Gaussian estimate of epsilon beside a sampled lower bound."""
+    """The Gaussian estimate of epsilon beside a sampled lower bound; NaN where a check makes none."""
     found = check.details
     for key in ("result", "white_box"):
         found = found.get(key, found)
-    return float(found["epsilon_gdp"])
+    return float(found.get("epsilon_gdp", math.nan))
 
 
 def one_run_check(epsilon: float, rate: float, effort: Effort, seed: int, delta: float) -> Check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -111,8 +112,10 @@ def _show(report: Report, console: Console) -> None:
     bounds = table(title, "audit, trainer", "q", "claimed", "95% lower", "GDP", "")
     for c in report.checks:
         if c.audit not in EXACT:
-            bounds.add_row(f"{c.audit}, {c.subject}", f"{c.details['rate']:g}", f"{c.allowed:g}", f"{c.measured:.3g}",
-                           f"{gdp_estimate_of(c):.3g}", _verdict(c))  # fmt: skip
+            rate, estimate = c.details.get("rate"), gdp_estimate_of(c)
+            numbers = (rate, c.allowed, c.measured, estimate)
+            shown = ("" if value is None or math.isnan(value) else f"{value:.3g}" for value in numbers)
+            bounds.add_row(f"{c.audit}, {c.subject}", *shown, _verdict(c))
     console.print(bounds)
     if not report.printed:
         return _accountants(report, console)
