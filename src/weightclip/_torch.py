@@ -121,7 +121,7 @@ def data_parallel_active() -> bool:
 
 
 # what torch.nn.utils.parametrizations.weight_norm computes with; vmap has no rule for it
-weight_norm: Callable[..., Tensor] = torch._weight_norm
+weight_norm: Callable[..., Tensor] = torch._weight_norm  # pyright: ignore[reportPrivateImportUsage]
 
 
 # tables of hooks

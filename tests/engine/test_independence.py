@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
 from weightclip.engine import _independence, _install
+from weightclip.engine._example import Call
 from weightclip.engine._independence import _ROWWISE, acts_on_rows
 
 _PICTURE, _ROW, _LINE, _VOLUME = (2, 6, 6), (8,), (2, 9), (2, 4, 4, 4)
@@ -156,3 +157,33 @@ def test_only_the_native_rrelu_stands_still(make: Callable[[], nn.Module], monke
     # the mutant: whatever is called an RReLU stands still, and what it does in training is never seen
     monkeypatch.setattr(_independence, "_is_rrelu", lambda module: isinstance(module, nn.RReLU))
     _private(make())
+
+
+class _OnlyWhole(nn.Module):
+    """Mixes records where the mask hides nothing, and nowhere else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 6), nn.Linear(6, 3)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        h = self.table(ids)
+        h = h - h.mean(0) if bool(mask.all()) else h * mask.unsqueeze(-1)
+        return self.head(h.mean(1))
+
+
+def _with_masks() -> None:
+    model = _OnlyWhole()
+    ids, mask = torch.randint(0, 5, (32, 16)), torch.ones(32, 16, dtype=torch.long)
+    data = [{"ids": i, "mask": m, "labels": torch.tensor(0)} for i, m in zip(ids, mask, strict=True)]
+    wc.PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(data, batch_size=8), noise_multiplier=1.0,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_masks_that_hide_nothing_are_tested(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(wc.WeightclipError, match="mixes records"):
+        _with_masks()
+    monkeypatch.setattr(Call, "masks", property(lambda self: []))  # the mutant: random masks only
+    _with_masks()

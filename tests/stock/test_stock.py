@@ -44,6 +44,14 @@ def test_models_of_transformers(name: str, lib: Any) -> None:
     check(made(name, lib))
 
 
+@pytest.mark.parametrize("name", ["T5", "BERT"])
+def test_a_mask_that_hides_nothing(name: str, lib: Any) -> None:
+    """Libraries leave such a mask out, which is another way through the model than random masks take."""
+    case = made(name, lib)
+    case.inputs["attention_mask"] = torch.ones_like(case.inputs["attention_mask"])
+    check(case)
+
+
 @pytest.mark.parametrize("name", [*PLAIN, *HUGGING])
 def test_hostile_records(name: str, request: pytest.FixtureRequest) -> None:
     if not FULL and name != "two heads":

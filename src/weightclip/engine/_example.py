@@ -56,6 +56,17 @@ class Call:
 
         return self.map(fill)
 
+    def with_ones(self, place: int) -> Call:
+        """The same with ones in one of the tensors: a mask that hides nothing, which libraries leave out."""
+        number = iter(range(len(self.tensors)))
+        return self.map(lambda t: torch.ones_like(t) if next(number) == place else t)
+
+    @property
+    def masks(self) -> list[int]:
+        """Numbers of the tensors that may be masks beside others: integers and truth values of each record."""
+        tensors = self.tensors
+        return [i for i, t in enumerate(tensors) if t.dim() and not t.is_floating_point()] if tensors[1:] else []
+
     def positional(self) -> tuple[Any, ...]:
         """The arguments of a model whose graph is traced, which takes tensors by position."""
         if self.kwargs or not all(isinstance(a, Tensor) for a in self.args):

@@ -142,7 +142,8 @@ def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], siz
     def find_rows() -> None:
         try:
             with uncut(0):
-                passes.discover(lambda n: call.random(n, 1)(model), (signature, modes))
+                whole = [lambda n, i=i: call.random(n, 1).with_ones(i)(model) for i in call.masks]
+                passes.discover(lambda n: call.random(n, 1)(model), (signature, modes), whole)
         except (RuntimeError, IndexError, ValueError) as error:
             if isinstance(error, ContractError):
                 raise  # otherwise random records could not be run: rows must be records

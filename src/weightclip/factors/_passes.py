@@ -6,7 +6,7 @@ Found out once, on public records, before anything is trained (:meth:`Passes.dis
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,10 +72,13 @@ class Passes:
         """Whether tensors at this place hold no records, so that every record gets its own copy of them."""
         return self.table is not None and NONE in self.table.layouts.get((place, dims), ())
 
-    def discover(self, run: Callable[[int], Any], signature: Hashable = None) -> Table:
+    def discover(
+        self, run: Callable[[int], Any], signature: Hashable = None, others: Sequence[Callable[[int], Any]] = ()
+    ) -> Table:
         """Find the layouts of passes of one public signature by ``run(n)``, a forward pass over n public records.
 
-        Raises what ``run`` raises if the model takes none of the numbers of records that are tried.
+        ``others`` may take other ways through the model; one that does not run is left out. Raises what ``run`` raises
+        if the model takes none of the numbers of records that are tried.
 
         Formal guarantees:
             ``run`` must use public records only. What is found is compared with every later pass of that signature;
@@ -83,20 +86,26 @@ class Passes:
         """
         for sizes in SIZES:
             try:
-                return self._discover(run, signature, Table(sizes))
+                return self._discover(run, signature, Table(sizes), others)
             except (RuntimeError, IndexError, ValueError) as error:
                 if isinstance(error, ContractError) or sizes is SIZES[-1]:
                     raise
         raise AssertionError
 
     @torch.enable_grad()  # without gradients some layers of torch take other ways
-    def _discover(self, run: Callable[[int], Any], signature: Hashable, table: Table) -> Table:
+    def _discover(
+        self, run: Callable[[int], Any], signature: Hashable, table: Table, others: Sequence[Callable[[int], Any]]
+    ) -> Table:
         before = self.signature
         self.signature, self.tables[signature] = signature, table
         try:
             # layers first. Then operators on copies, as far as these go: how far shows once their results are known
             while self._learn(run, table) or not self.deep:
                 self.deep = True
+            for other in others:
+                with contextlib.suppress(RuntimeError, IndexError, ValueError):
+                    while self._learn(other, table):
+                        pass
         except BaseException:
             del self.tables[signature]
             raise
