@@ -182,7 +182,10 @@ class Climber:
             path = list(plan.layers)[self.place[i][0]]
             shared = len(plan.layers[path]) > 1 and self.case.bounds.of("layer_cap", path) is not None
             if g is not None and not shared:  # a cap stands for all uses together, here for each of them
-                worst = max(worst, float((found[i].float() - g).norm() / g.norm().clamp(min=1e-12)))
+                f, size = found[i].float(), g.norm().clamp(min=1e-12)
+                if self.case.bounds.of("layer_cap", path) is not None and abs(float(f.norm() / size) - 1) < 1e-4:
+                    f = f * (size / f.norm())  # the cap cuts in both, by norms that one of them takes more exactly
+                worst = max(worst, float((f - g).norm() / size))
         return worst
 
 

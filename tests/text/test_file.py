@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import random
 
@@ -115,11 +116,12 @@ def test_a_described_column_is_refused(encoder, reviews):
 
 
 def test_a_tampered_entry_is_refused(encoder, reviews, tmp_path, capsys):
-    from weightclip.tabular import folder
-
     model = tmp_path / "model"
     run("train", reviews, "--text", "review", *OPTIONS, "--out", model, capsys=capsys)
-    weights, pipeline, report = folder.load(model)
+    pipeline = json.loads((model / "pipeline.json").read_text())
     pipeline["text"] = {"column": 3}
-    folder.save(tmp_path / "other", weights, pipeline, report)
-    fails(capsys, "predict", tmp_path / "other", reviews, match="'text' must be an object with column, encoder")
+    (model / "pipeline.json").write_text(json.dumps(pipeline))
+    sums = json.loads((model / "checksums.json").read_text())
+    sums["pipeline.json"] = hashlib.sha256((model / "pipeline.json").read_bytes()).hexdigest()
+    (model / "checksums.json").write_text(json.dumps(sums))
+    fails(capsys, "predict", model, reviews, match="'text' must be an object with column, encoder")

@@ -143,8 +143,8 @@ class PrivacyEngine:
         if self.model is not None:
             raise ContractError("this engine already trains a model: use a new PrivacyEngine.")
         self.ranks.check()
-        refuse_parallel(module)
         self.device = check_model(module)
+        refuse_parallel(module)
         if engine_of(module) is not None:
             raise ContractError("the model is already private: call detach() on its engine first.")
         check_optimizer(module, optimizer)
