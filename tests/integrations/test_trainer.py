@@ -85,6 +85,7 @@ def test_causal_language_models_and_shown_losses(tmp_path):
 
 def test_a_merged_adapter_is_the_trained_model(tmp_path):
     peft = pytest.importorskip("peft", reason="peft is missing: pip install weightclip[test-stock]")
+    torch.manual_seed(0)
     config = peft.LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"])
     run = trainer(peft.get_peft_model(bert(), config), tmp_path, more={"learning_rate": 0.3})
     start = {n: p.clone() for n, p in run.model.named_parameters()}
