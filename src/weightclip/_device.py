@@ -78,6 +78,15 @@ class Recorder:
 
 
 @functools.cache
+def wake_backward_thread(device: torch.device) -> None:
+    """A small backward pass on a GPU. torch runs backward passes in a thread of the device's own, which has a context
+    of CUDA's after its first kernel only: if a library (cuBLAS) comes first there, torch warns."""
+    if device.type == "cuda":
+        leaf = torch.zeros((), device=device, requires_grad=True)
+        torch.autograd.grad(leaf * 2.0, leaf)
+
+
+@functools.cache
 def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     """Where to record. torch's own choice is one stream for all, of whichever device recorded first: on it, work on
     another device would run instead of being recorded."""

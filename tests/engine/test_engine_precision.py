@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import torch._dynamo.testing
 from tests.engine_kit import (
     Run,
     cnn,
@@ -109,6 +110,36 @@ def test_the_joint_cap_compiles_into_one_graph() -> None:
     got = one_step(run, torch.compile(run.model, backend="aot_eager", fullgraph=True))
     for name, value in one_step(private(mlp(), table(8), bounds=bounds)).items():
         torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6)
+
+
+@compiling
+def test_one_call_takes_the_compiled_model() -> None:
+    torch._dynamo.reset()
+    runs = [private(mlp(), table(24), batch=8) for _ in range(2)]
+    step = runs[0].engine.fused_step(torch.compile(runs[0].model, backend="aot_eager", fullgraph=True))
+    for x, y in runs[0].loader:
+        step(x, y)
+    one_step(runs[1])
+    assert runs[0].engine.steps == runs[1].engine.steps == 3
+    for name, value in runs[0].weights().items():
+        torch.testing.assert_close(value, runs[1].weights()[name], rtol=1e-4, atol=1e-6)
+    for other in (torch.compile(mlp()), mlp(), runs[0].model):
+        with pytest.raises(wc.ContractError, match="compile"):
+            runs[0].engine.fused_step(other)
+
+
+@compiling
+def test_sizes_of_poisson_draws_compile_twice_at_most() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    run = private(mlp(), table(90), batch=9)
+    sizes, compiled = set(), torch.compile(run.model, backend=counter)
+    for x, y in run.loader:
+        sizes.add(len(x))
+        run.optimizer.zero_grad()
+        run.criterion(compiled(x), y).backward()
+        run.optimizer.step()
+    assert len(sizes) > 4 and counter.frame_count <= 2
 
 
 @compiling

@@ -348,18 +348,14 @@ class PrivacyEngine:
         """A model card made from :meth:`report`, for the Hugging Face hub; ``head`` adds to its YAML head."""
         return model_card(self.report(delta), title, head=head)
 
-    def fused_step(self) -> FusedStep:
-        """``step(x, y)`` for a whole training step; on CUDA it is replayed as one graph (:class:`FusedStep`).
+    def fused_step(self, compiled: Any = None) -> FusedStep:
+        """``loss = step(x, y)``, a whole training step; on CUDA it is replayed as one graph (:class:`FusedStep`).
 
-        Example::
-
-            step = engine.fused_step()
-            for x, y in loader:
-                loss = step(x, y)
+        ``compiled``: the private model as ``torch.compile`` returns it, if its kernels are to be used.
         """
         if self.model is None:
             raise ContractError("no model yet: call make_private first.")
-        return FusedStep(self)
+        return FusedStep(self, compiled)
 
     # -- save and resume --------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from weightclip._device import Reads, constant, side_stream
 from weightclip._torch import optimizer_hooks
 from weightclip.certificate import numerics_for
+from weightclip.errors import ContractError
 from weightclip.factors import conv_weights
 from weightclip.noise import NOISE, Streams, fill_normal_
 from weightclip.sampling import BatchInfo
@@ -53,7 +54,7 @@ class FusedStep:
     What a graph asks for: the model's forward does the same operations at every call (no branches on values, no work of
     Python's that matters). Draws in several pieces, adaptive limits, K-norm noise, models that draw random numbers
     (dropout), seeded noise (``generator=``) and batches that are not one input and one target tensor take the ordinary
-    way.
+    way. With ``compiled``, the model as torch.compile returns it, its kernels are what is recorded.
 
     Formal guarantees:
         A replay runs the recorded kernels of the ordinary step (projection, certified loss gradient, bounded factors,
@@ -63,9 +64,14 @@ class FusedStep:
         engine's for good. Padding rows have a gradient of exact zeros.
     """
 
-    def __init__(self, engine: PrivacyEngine) -> None:
+    def __init__(self, engine: PrivacyEngine, compiled: Any = None) -> None:
         self.engine, self.training = engine, engine.training
         t = self.training
+        if compiled is not None and getattr(compiled, "_orig_mod", None) is not t.model:
+            raise ContractError(
+                "fused_step takes the private model compiled, torch.compile(model), and nothing else in its place."
+            )
+        self.compiled = compiled
         plain = t.quantiles is None and t.sensitivity.entrywise is None and engine.bounds.refresh == 1
         # a graph would draw a model's masks from a generator whose seed the user knows, and a seeded run's noise is
         # keyed by the sum, which is not there before the launch
@@ -99,7 +105,7 @@ class FusedStep:
         x, y = (b.to(engine.device) if isinstance(b, Tensor) else b for b in (x, y))
         engine.optimizer.zero_grad()
         with torch.enable_grad():
-            loss = engine.criterion.take(t.model(x), y)
+            loss = engine.criterion.take((self.compiled or t.model)(x), y)
             t.collect(loss.passage, loss.draw, loss.mask)
         engine.optimizer.step()
         return loss.value
@@ -218,20 +224,17 @@ class FusedStep:
     def _step(self, inputs: _Inputs, noise: _Noise) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """What is recorded: (displayed loss, all gradients in one piece or None, the gradient of each parameter)."""
         engine, t, release = self.engine, self.training, self.training.release
-        model, stream, found = t.model, torch.cuda.current_stream(), t.sensitivity
+        stream, found = torch.cuda.current_stream(), t.sensitivity
         beside = side_stream(engine.device, "bounds")
         beside.wait_stream(stream)  # bounds look at weights alone: they run beside the passes
-        # leaves of this recording's own: those of the parameters belong to the stream they were made on
-        leaves = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
-        outputs = torch.func.functional_call(model, leaves, (inputs.x,))
+        outputs, leaves = self._forward(inputs.x)
         found.recorder.aside = beside
         try:
             loss = engine.criterion.take(outputs, inputs.y)
         finally:
             found.recorder.aside = None
-        names = {id(p): name for name, p in model.named_parameters()}
         stream.wait_stream(beside)  # where this step's limits are set
-        t.run_backward(loss.passage, [leaves[names[id(p)]] for p in release.parameters], loss.mask)
+        t.run_backward(loss.passage, leaves, loss.mask)
         with torch.cuda.stream(beside):  # nor does the noise wait for the passes
             drawn = release.noise(found.values, noise, 0, found.factors)  # type: ignore[arg-type]
         stream.wait_stream(beside)
@@ -240,6 +243,17 @@ class FusedStep:
         gradients = [p for block in release.blocks if (p := block.parameter.grad) is not None]
         whole = all(block.pull_back is None and block.parameter.dtype == flat.dtype for block in release.blocks)
         return loss.value, flat if whole else None, gradients
+
+    def _forward(self, x: Tensor) -> tuple[Any, list[Tensor]]:
+        """The model's outputs in a recording, and the leaves that its backward pass must not reach."""
+        model, parameters = self.training.model, self.training.release.parameters
+        if self.compiled is not None:  # its graph holds the parameters as they are; sizes were compiled before
+            with torch.compiler.set_stance("fail_on_recompile"):
+                return self.compiled(x), list(parameters)
+        # leaves of this recording's own: those of the parameters belong to the stream they were made on
+        leaves = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+        names = {id(p): name for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, leaves, (x,)), [leaves[names[id(p)]] for p in parameters]
 
 
 class _Optimizer:

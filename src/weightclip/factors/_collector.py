@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weightclip._device import wake_backward_thread
 from weightclip.errors import ContractError
 from weightclip.factors import _kinds
 from weightclip.factors._collect import Sink
@@ -159,6 +160,7 @@ class Collector:
         self.entries.append(entry)
         if self.anchor is None:
             self.anchor = torch.zeros((), device=entry.layer._wc_token.device, requires_grad=True)
+            wake_backward_thread(self.anchor.device)
         for layer in (entry.layer, *entry.tied):
             layer._wc_sink = Sink(layer, self.anchor, functools.partial(self.take, entry), self.passes)
             layer._wc_sink.attach = functools.partial(self._attach, entry)

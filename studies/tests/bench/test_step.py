@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightclip.errors import WeightclipError
 from weightclip_studies import bench as _bench
 
 
@@ -56,6 +55,7 @@ def test_the_larger_networks_have_the_sizes_of_the_literature() -> None:
     assert sizes == {"resnet18": 11_689_512, "resnet50": 25_557_032}
 
 
-def test_graphs_are_timed_in_float32() -> None:
-    with pytest.raises(WeightclipError, match="CUDA graphs"):
-        _bench.prepare("factors-graph", "mlp", 8, torch.device("cpu"), _bench.Setting("bf16"))
+def test_a_step_as_one_call_takes_bf16_and_poisson_draws() -> None:
+    step = _bench.prepare("exact-cap-graph", "mlp", 16, torch.device("cpu"), _bench.Setting("bf16", draws=True))
+    step()
+    step()

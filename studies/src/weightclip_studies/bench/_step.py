@@ -38,7 +38,10 @@ MODES = (
     "plain", "weights", "factors", "both", "joint-cap", "exact-cap", "exact-joint-cap", "weights-fast", "opacus-hooks",
     "opacus-ghost",
 )  # fmt: skip
-GRAPHED = ("plain-graph", "weights-graph", "factors-graph", "both-graph", "joint-cap-graph")  # the step as a CUDA graph
+GRAPHED = (  # the step as a CUDA graph
+    "plain-graph", "weights-graph", "factors-graph", "both-graph", "joint-cap-graph", "exact-cap-graph",
+    "exact-joint-cap-graph",
+)  # fmt: skip
 COLUMNS = (
     "device", "model", "batch", "mode", "ms", "ratio", "peak_gib", "spread", "precision", "compile", "channels_last",
 )  # fmt: skip
@@ -117,14 +120,15 @@ def prepare(mode: str, name: str, batch: int, device: torch.device, setting: Set
     x, y = timed.batch(max(sizes), device)
     if setting.channels_last and x.dim() == 4:
         model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if graphed and setting != USUAL:
-        raise WeightclipError("steps recorded as CUDA graphs are timed in float32, not compiled: drop those options.")
-    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-4, capturable=graphed)
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-4, capturable=graphed and device.type == "cuda")
     loss: Any = nn.CrossEntropyLoss()
     batches = itertools.cycle([(x[:n], y[:n]) for n in sizes])
 
+    def compiled(forward: Any) -> Any:
+        return torch.compile(forward, dynamic=None) if setting.compiled else forward
+
     def loop(forward: Any, optimizer: Any, loss: Any, before: Callable[[int], None] = lambda n: None):
-        forward = torch.compile(forward, dynamic=None) if setting.compiled else forward
+        forward = compiled(forward)
 
         def step() -> None:
             a, b = next(batches)
@@ -143,7 +147,7 @@ def prepare(mode: str, name: str, batch: int, device: torch.device, setting: Set
     if mode == "plain":
         return loop(model, optimizer, loss)
     if mode == "plain-graph":
-        return _recorded(model, optimizer, loss, x, y)
+        return _recorded(compiled(model), optimizer, loss, x[:batch], y[:batch], setting.cast(device))
     loader = DataLoader(TensorDataset(x, y), batch_size=batch)
     if mode.startswith("opacus"):
         return loop(*_opacus(mode.removeprefix("opacus-"), model, optimizer, loss, loader))
@@ -159,35 +163,41 @@ def prepare(mode: str, name: str, batch: int, device: torch.device, setting: Set
 
     if not graphed:
         return loop(model, optimizer, engine.criterion, before)
-    fused = engine.fused_step()
+    fused = engine.fused_step(compiled(model) if setting.compiled else None)
 
     def step() -> None:
-        before(batch)
-        fused(x, y)
+        a, b = next(batches)
+        before(len(a))
+        with setting.cast(device):
+            fused(a, b)
 
     return step
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    loss(model(x), y).backward()
-    optimizer.step()
+def _recorded(model: Any, optimizer: Any, loss: Any, x: Tensor, y: Tensor, cast: Any) -> Callable[[], None]:
+    """Plain training with the whole step, the optimiser's part included, as one CUDA graph; the batch is copied in.
 
-
-def _recorded(model: nn.Module, optimizer: Any, loss: Any, x: Tensor, y: Tensor) -> Callable[[], None]:
-    """Plain training with the whole step, the optimiser's part included, as one CUDA graph; the batch is copied in."""
+    It takes batches of the expected size, also where the private modes take those of Poisson draws.
+    """
     side = torch.cuda.Stream(x.device)
     side.wait_stream(torch.cuda.current_stream())
     held = x.clone(), y.clone()
+
+    def take_step() -> None:
+        optimizer.zero_grad()
+        with cast:
+            value = loss(model(held[0]), held[1])
+        value.backward()
+        optimizer.step()
+
     with torch.cuda.stream(side):
         for _ in range(3):
-            _step(model, optimizer, loss, *held)
+            take_step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     optimizer.zero_grad()
     with torch.cuda.graph(graph):
-        loss(model(held[0]), held[1]).backward()
-        optimizer.step()
+        take_step()
 
     def step(kept: Any = (model, optimizer)) -> None:  # the graph writes to their memory, which must not be freed
         held[0].copy_(x)
@@ -271,7 +281,8 @@ def _warm(
     if setting.compiled and device.type == "cuda":  # what compilation itself takes is no part of training
         step()
         torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(12 if device.type == "cuda" else 3):  # the third step records graphs, the sixth a whole step
+    # the third step of a size records a graph, the sixth a whole step
+    for _ in range((60 if setting.draws and mode in GRAPHED else 12) if device.type == "cuda" else 3):
         step()
     if device.type != "cuda":
         return step, None
