@@ -46,6 +46,10 @@ def test_what_is_not_private_is_refused():
     x, y = (t.numpy() for t in table().tensors)
     with pytest.raises(wc.ContractError, match="train_split"):
         make(train_split=skorch.dataset.ValidSplit(5)).fit(x, y)
+    with pytest.raises(wc.ContractError, match="train_split"):
+        make(train_split=lambda data, y=None, **_: (data, data)).fit(x, y)
+    public = skorch.dataset.Dataset(x[:8], y[:8])
+    assert make(train_split=skorch.helper.predefined_split(public), verbose=0).fit(x, y).engine_.steps == 12
     with pytest.raises(wc.ContractError, match="NLLLoss"):
         make(criterion=nn.NLLLoss).fit(x, y)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from skorch.dataset import ValidSplit  # pyright: ignore[reportMissingImports]
+from skorch.helper import predefined_split  # pyright: ignore[reportMissingImports]
 from torch import nn
 
 from weightclip.engine import PrivacyEngine
@@ -20,8 +20,8 @@ class PrivateNet:
 
     Formal guarantees:
         Those of :class:`weightclip.PrivacyEngine`, for weights and for the history (losses are withheld unless
-        ``show_losses``, batch sizes are the public one). A split of the records for validation is refused: its scores
-        would not be private.
+        ``show_losses``, batch sizes are the public one). A split of the records for validation is refused (any but
+        ``predefined_split``): its scores would not be private.
     """
 
     engine_: PrivacyEngine | None = None
@@ -83,7 +83,8 @@ class PrivateNet:
 
     @staticmethod
     def _refuse(net: Any) -> None:
-        if isinstance(net.train_split, ValidSplit):
+        split = net.train_split
+        if split is not None and getattr(split, "func", None) is not predefined_split(None).func:
             raise ContractError(
                 "train_split keeps private records for validation, and their scores would not be private: pass "
                 "train_split=None, or predefined_split(a public data set)."

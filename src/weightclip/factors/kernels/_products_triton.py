@@ -151,22 +151,19 @@ def _energies(
 
     CHANNELS is the number of channels where they lie last, 0 where positions do; ``counts`` weighs positions.
     """
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, x_size, BLOCK):
+    x2 = tl.zeros((BLOCK,), dtype=tl.float32)
+    d2 = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, max(x_size, d_size), BLOCK):  # both at once: few programs wait for memory, not for bandwidth
         e = start + tl.arange(0, BLOCK)
-        value = tl.load(x + n * x_step + e, mask=e < x_size, other=0.0).to(tl.float32)
-        square = value * value
+        a = tl.load(x + n * x_step + e, mask=e < x_size, other=0.0).to(tl.float32)
+        b = tl.load(d + n * d_step + e, mask=e < d_size, other=0.0).to(tl.float32)
+        square = a * a
         if WEIGHTED:
             place = e // CHANNELS if CHANNELS > 0 else e % places
             square = square * tl.load(counts + place, mask=e < x_size, other=0.0)
-        total += square
-    x2 = tl.sum(total, 0)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, d_size, BLOCK):
-        e = start + tl.arange(0, BLOCK)
-        value = tl.load(d + n * d_step + e, mask=e < d_size, other=0.0).to(tl.float32)
-        total += value * value
-    return x2, tl.sum(total, 0)
+        x2 += square
+        d2 += b * b
+    return tl.sum(x2, 0), tl.sum(d2, 0)
 
 
 @triton.jit

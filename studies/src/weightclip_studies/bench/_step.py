@@ -35,8 +35,8 @@ from weightclip_studies.bench._models import models
 # steps shorter than so many seconds, so many a look at the clock
 _BLOCKS = {"cuda": ((0.01, 64), (0.05, 8), (math.inf, 2)), "cpu": ((0.01, 16), (math.inf, 1))}
 MODES = (
-    "plain", "weights", "factors", "both", "joint-cap", "exact-cap", "exact-joint-cap", "weights-fast", "opacus-hooks",
-    "opacus-ghost",
+    "plain", "weights", "weights-refresh", "factors", "both", "joint-cap", "exact-cap", "exact-joint-cap", "weights-fast",
+    "opacus-hooks", "opacus-ghost",
 )  # fmt: skip
 GRAPHED = (  # the step as a CUDA graph
     "plain-graph", "weights-graph", "factors-graph", "both-graph", "joint-cap-graph", "exact-cap-graph",
@@ -102,6 +102,8 @@ def bounds_of(mode: str) -> Bounds:
     """The bounds each private mode trains under."""
     return {
         "weights": Bounds(input_radius=1.0, weight_norm=1.0, spectral=False),
+        # certified norms of weights every 32 steps; in between how far the weights moved is added
+        "weights-refresh": Bounds(input_radius=1.0, weight_norm=1.0, spectral=False, refresh=32),
         "factors": Bounds(layer_radius=1.0, cotangent_radius=0.1),
         "both": Bounds(input_radius=1.0, weight_norm=1.0, spectral=False, layer_radius=1.0, cotangent_radius=0.1),
         "joint-cap": Bounds(joint_cap=1.0, caps=CapNorm.FREE),
