@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import weightclip as wc
-from weightclip.audit import Neighbours, Subject, falsify, step_law
+from weightclip.audit import Neighbours, Subject, climb, falsify, step_law
 from weightclip.factors import Collector
 
 FULL = os.environ.get("WEIGHTCLIP_FULL") == "1"
-LAW, SEARCHED = ("LSTM", "TransformerEncoderLayer"), ("RMSNorm MLP",)
-TREES = ("VAE", "two heads")  # a subject's loss is of one tensor: the oracle looks at these
+LAW, SEARCHED = ("LSTM", "TransformerEncoderLayer"), ("RMSNorm MLP", "VAE")
+# torch.func cannot run them over many records at once (branches on values), they return several tensors, or the search
+# by derivatives takes many minutes
+TRIED = ("BERT", "DistilBERT", "GPT-2", "GPT-2 LM", "T5", "BERT with LoRA", "frozen BERT with a head", "MobileNet",
+         "RegNet", "VAE", "two heads")  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries, which warn of each other's releases
 
 
@@ -32,7 +35,7 @@ class OneTensor(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.model = copy.deepcopy(case.model)
-        self.names = list(case.inputs) if isinstance(case.inputs, dict) else []
+        self.names = named(case)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.names:  # random public records hold token numbers everywhere: a mask of more than 1 is no mask
@@ -41,18 +44,26 @@ class OneTensor(nn.Module):
         else:
             output = self.model(x)
         logits = getattr(output, "logits", output)
-        return logits.transpose(1, 2) if logits.dim() == 3 else logits
+        return logits.transpose(1, 2) if isinstance(logits, Tensor) and logits.dim() == 3 else logits
+
+
+def named(case: Case) -> list[str]:
+    """Inputs that have names; T5 goes another way where a mask hides nothing, which random masks never take."""
+    names = list(case.inputs) if isinstance(case.inputs, dict) else []
+    return [n for n in names if not (n == "attention_mask" and "decoder_input_ids" in names)]
 
 
 def subject(case: Case, cap: float = 0.05) -> Subject:
     """The trainer behind a case, under a joint cap that every record meets."""
-    inputs = torch.stack(list(case.inputs.values()), 1) if isinstance(case.inputs, dict) else case.inputs
+    names = named(case)
+    inputs = torch.stack([case.inputs[n] for n in names], 1) if names else case.inputs
 
     def records(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         chosen = torch.randint(RECORDS, (n,), generator=generator)
         return inputs[chosen], case.target[chosen]
 
-    return Subject("stock", lambda: OneTensor(case), nn.CrossEntropyLoss(), wc.Bounds(max_grad_norm=cap), records,
+    loss = nn.CrossEntropyLoss() if case.criterion is None else case.criterion
+    return Subject("stock", lambda: OneTensor(case), loss, wc.Bounds(max_grad_norm=cap), records,
                    optimizer=lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], 0.02))  # fmt: skip
 
 
@@ -82,30 +93,26 @@ def lib() -> Any:
     return pytest.importorskip("transformers", reason="transformers is missing: pip install weightclip[test-stock]")
 
 
-@pytest.mark.parametrize("name", [n for n in (*PLAIN, *HUGGING) if n not in TREES])
+@pytest.mark.parametrize("name", [*PLAIN, *HUGGING])
 def test_the_law_of_one_step(name: str, request: pytest.FixtureRequest) -> None:
     if not FULL and name not in LAW:
         pytest.skip("all models run with WEIGHTCLIP_FULL=1")
-    if (
-        name == "T5"
-    ):  # with ids and mask in one tensor, as a subject has it, records without padding take an unknown way
-        pytest.skip("refused: tests/stock/test_stock.py holds it, masks that hide nothing included")
     case = case_of(name, request)
     law = step_law(subject(case), pairs(case))
     assert not law.violation and law.worst.shift > 0.9  # the cap is met: a limit that is off would show
 
 
-@pytest.mark.parametrize("name", [n for n in (*PLAIN, *HUGGING) if n not in TREES])
+@pytest.mark.parametrize("name", [*PLAIN, *HUGGING])
 def test_the_falsifier(name: str, request: pytest.FixtureRequest) -> None:
     if not FULL and name not in SEARCHED:
         pytest.skip("all models run with WEIGHTCLIP_FULL=1")
     case = case_of(name, request)
-    values = case.inputs.values() if isinstance(case.inputs, dict) else [case.inputs]
-    if not all(v.is_floating_point() for v in values):
-        pytest.skip("the falsifier climbs in inputs that are numbers; these are tokens")
-    with sdpa_kernel(SDPBackend.MATH):  # fused kernels have no second derivative, which the search needs
-        found = falsify(subject(case), restarts=4, steps=10)
-    assert not found.violation and found.joint > 0.5
+    if name in TRIED:
+        found = climb(subject(case), restarts=3, steps=12)
+    else:
+        with sdpa_kernel(SDPBackend.MATH):  # fused kernels have no second derivative, which the search needs
+            found = falsify(subject(case), restarts=4, steps=10)
+    assert not found.violation and found.joint > 0.9
 
 
 def test_a_limit_that_is_off_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,3 +121,9 @@ def test_a_limit_that_is_off_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Collector, "_add_all", lambda self, uses, total: add_all(self, uses, 0.2 * total))
     case = made("LSTM")
     assert step_law(subject(case), pairs(case)).violation
+
+
+def test_the_search_by_trial_finds_a_limit_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_all = Collector._add_all
+    monkeypatch.setattr(Collector, "_add_all", lambda self, uses, total: add_all(self, uses, 0.2 * total))
+    assert climb(subject(made("two heads")), restarts=2, steps=4).violation

@@ -2,7 +2,8 @@
 
 ``weightclip audit`` runs all of them on a set of small trainers; each is also a function for trainers of your own:
 
-- :func:`falsify` searches for a record whose gradient exceeds its certified bound;
+- :func:`falsify` searches for a record whose gradient exceeds its certified bound; :func:`climb` does so by trial, for
+  models that torch.func cannot transform;
 - :func:`step_law` measures exactly how far one record moves a step, over hostile neighbouring data sets;
 - :func:`run_law` checks noise, sampling and ledger of a run against what the engine states;
 - :func:`estimator_check` sends canary rows through ``fit`` of the estimators;
@@ -31,6 +32,7 @@ from weightclip.audit._estimators import canaries as canaries
 from weightclip.audit._estimators import estimator_check as estimator_check
 from weightclip.audit._falsifier import Falsification as Falsification
 from weightclip.audit._falsifier import LayerFinding as LayerFinding
+from weightclip.audit._climb import climb as climb
 from weightclip.audit._falsifier import falsify as falsify
 from weightclip.audit._figures import audit_figure as audit_figure
 from weightclip.audit._figures import printed_figure as printed_figure

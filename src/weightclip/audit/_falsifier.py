@@ -96,11 +96,11 @@ def falsify(
         # a joint cap is applied after the backward pass, which cannot be differentiated: search under separate caps
         bounds = _separate(subject.bounds, list(engine.plan.layers))
         searched = replace(subject, bounds=bounds, physical=None).start(ordinary, 0.0, rate=1.0).engine
-        confirm = _through_engine(subject)
+        confirm = through_engine(subject)
     elif any(
         e.uses > 1 and not e.layer._wc_flags & BOUND for e in engine.training.collector.entries
     ):  # uses share one cap
-        confirm = _through_engine(subject)
+        confirm = through_engine(subject)
     with torch.random.fork_rng(devices=[]), opened(searched):
         torch.manual_seed(seed)
         best = _Search(searched, ordinary, restarts).run(steps)
@@ -150,7 +150,7 @@ def _separate(bounds: Bounds, layers: list[str]) -> Bounds:
     return replace(bounds, joint_cap=None, layer_cap=caps)
 
 
-def _through_engine(subject: Subject) -> Callable[[Records], tuple[dict[str, float], float]]:
+def through_engine(subject: Subject) -> Callable[[Records], tuple[dict[str, float], float]]:
     """Evaluate one record by a noiseless step of the real engine."""
     run = replace(subject, physical=None, optimizer=_frozen).start(subject.ordinary(1), 0.0, rate=1.0)
 
