@@ -27,12 +27,12 @@ from weightclip.audit._checks import Check as Check
 from weightclip.audit._checks import Effort as Effort
 from weightclip.audit._checks import Examination as Examination
 from weightclip.audit._checks import gdp_estimate_of as gdp_estimate_of
+from weightclip.audit._climb import climb as climb
 from weightclip.audit._estimators import Canary as Canary
 from weightclip.audit._estimators import canaries as canaries
 from weightclip.audit._estimators import estimator_check as estimator_check
 from weightclip.audit._falsifier import Falsification as Falsification
 from weightclip.audit._falsifier import LayerFinding as LayerFinding
-from weightclip.audit._climb import climb as climb
 from weightclip.audit._falsifier import falsify as falsify
 from weightclip.audit._figures import audit_figure as audit_figure
 from weightclip.audit._figures import printed_figure as printed_figure

@@ -35,8 +35,8 @@ from weightclip_studies.bench._models import models
 # steps shorter than so many seconds, so many a look at the clock
 _BLOCKS = {"cuda": ((0.01, 64), (0.05, 8), (math.inf, 2)), "cpu": ((0.01, 16), (math.inf, 1))}
 MODES = (
-    "plain", "weights", "weights-refresh", "factors", "both", "joint-cap", "exact-cap", "exact-joint-cap", "weights-fast",
-    "opacus-hooks", "opacus-ghost",
+    "plain", "weights", "weights-refresh", "factors", "both", "joint-cap", "exact-cap", "exact-joint-cap",
+    "weights-fast", "opacus-hooks", "opacus-ghost",
 )  # fmt: skip
 GRAPHED = (  # the step as a CUDA graph
     "plain-graph", "weights-graph", "factors-graph", "both-graph", "joint-cap-graph", "exact-cap-graph",
