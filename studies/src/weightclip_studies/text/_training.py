@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ class Run:
         """Seconds of one step, and the largest memory in GiB (nan on a CPU)."""
         cuda, began = self.x.device.type == "cuda", 0.0
         if cuda:
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         for done in self._steps(ParameterAverage(self.model, self.settings.averaging)):
