@@ -11,18 +11,45 @@ import torch
 from tests import text_kit
 
 from weightclip import WeightclipError
-from weightclip_studies.text import Full, Head, Last, Lora, Sentences, Settings, Study, fit, load_sst2
-from weightclip_studies.text._networks import LONGEST, LowRank
-from weightclip_studies.text._study import COLUMNS, write
-from weightclip_studies.text._training import METHODS, accuracy
+from weightclip.text import pooled
+from weightclip_studies.text import (
+    METHODS,
+    Full,
+    Head,
+    Jobs,
+    Last,
+    Lora,
+    Prepared,
+    Run,
+    Sentences,
+    Settings,
+    Study,
+    Trial,
+    load_sst2,
+    prepare,
+    write,
+)
+from weightclip_studies.text import _opacus as opacus_module
+from weightclip_studies.text import _training as training_module
+from weightclip_studies.text._jobs import COLUMNS
+from weightclip_studies.text._networks import LowRank
+from weightclip_studies.text._prepared import LONGEST
+from weightclip_studies.text._training import accuracy
 
 PARTS = [Head(), Lora(rank=2), Last(), Full()]
 SAMPLE = {("lora", "cap"), ("lora", "opacus"), ("full", "quantiles")}
+SIZES = {"train": 256, "dev": 64, "test": 64}
 
 
 @pytest.fixture
 def encoder(tmp_path, monkeypatch):
     return text_kit.install(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def data(encoder, tmp_path) -> Prepared:
+    parts = {name: sentences(n, seed) for seed, (name, n) in enumerate(SIZES.items())}
+    return prepare(tmp_path / "prepared", encoder, parts)
 
 
 def sentences(n: int, seed: int) -> Sentences:
@@ -33,44 +60,66 @@ def sentences(n: int, seed: int) -> Sentences:
     return Sentences(tuple(texts), labels)
 
 
+def trained(data: Prepared, part, settings: Settings, sigma: float = 0.0, seed: int = 0, **more) -> float:
+    """Accuracy on the training part itself."""
+    x, y = part.inputs(data, "train"), data.labels("train")
+    return accuracy(Run(part.model(data, seed), x, y, settings, sigma, seed, **more).scores(x), y)
+
+
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_trains_every_part(encoder, part, method):
+def test_every_method_trains_every_part(data, part, method):
     if part.name != "head" and (part.name, method) not in SAMPLE and not os.environ.get("WEIGHTCLIP_FULL"):
         pytest.skip("all pairs run with WEIGHTCLIP_FULL=1")
-    data = sentences(96, 0)
-    x, y = part.inputs(encoder, data), torch.from_numpy(data.labels)
-    model = part.model(encoder, 0)
+    x, y = part.inputs(data, "train")[:96, :16], data.labels("train")[:96]
+    model = part.model(data, 0)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    trained = {k for k, p in model.named_parameters() if p.requires_grad}
-    settings = Settings(method, 0.05, 1.0, batch=32, epochs=10 if part.name == "head" else 4, averaging=0.5)
-    found = fit(model, x, y, x, settings, 0.0, seed=1, piece=None if part.name == "head" else 24)
-    assert found.steps == settings.steps(96) and found.seconds > 0
-    assert accuracy(found, data.labels) > (0.8 if part.name == "head" else 0.6)
+    marked = {k for k, p in model.named_parameters() if p.requires_grad}
+    rate = 0.05 if part.name == "head" else 0.02
+    settings = Settings(method, rate, 1.0, batch=32, epochs=10 if part.name == "head" else 4, averaging=0.5)
+    run = Run(model, x, y, settings, 0.0, seed=1, piece=None if part.name == "head" else 24)
+    assert accuracy(run.scores(x), y) > (0.8 if part.name == "head" else 0.6)
     after = model.state_dict()
-    assert all(torch.equal(before[k], after[k]) for k in before if k not in trained)
-    assert any(not torch.equal(before[k], after[k]) for k in trained)
+    assert all(torch.equal(before[k], after[k]) for k in before if k not in marked)
+    assert any(not torch.equal(before[k], after[k]) for k in marked)
 
 
-def test_noise_is_as_large_as_asked(encoder):
+def test_noise_is_as_large_as_asked(data):
     """With a multiplier of a thousand nothing is learnt, by ours and by Opacus alike."""
-    part, data = Head(), sentences(256, 0)
-    x, y = part.inputs(encoder, data), torch.from_numpy(data.labels)
     for method in ("cap", "factors", "opacus"):
         settings = Settings(method, 0.01, 0.1, batch=64, epochs=4)
-        scores = [accuracy(fit(part.model(encoder, s), x, y, x, settings, 1000.0, s), data.labels) for s in range(5)]
+        scores = [trained(data, Head(), settings, 1000.0, seed) for seed in range(5)]
         assert 0.15 < float(np.mean(scores)) < 0.85, (method, scores)
 
 
-def test_padding_changes_nothing(encoder):
-    data = sentences(8, 0)
-    model = Full().model(encoder, 0).eval()
-    ids = Full().inputs(encoder, data)
-    assert ids.shape == (8, LONGEST)
+@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["single", "half"])
+def test_both_ways_of_opacus_are_one(data, monkeypatch, precision):
+    part, settings = Lora(rank=2), Settings("opacus", 0.01, 0.5, batch=32, epochs=1)
+    x, y, found = data.tokens("train")[:64, :12], data.labels("train")[:64], []
+    for most in (2**31, 0):
+        monkeypatch.setattr(opacus_module, "_MOST", most)
+        run = Run(part.model(data, 0), x, y, settings, 0.0, 0, precision=precision)
+        assert opacus_module.is_ghost(run.model, 32) == (most == 0)
+        found.append(run.scores(x))
+    assert torch.allclose(*found, atol=1e-5 if precision is None else 0.1)
+
+
+def test_the_plain_network_is_that_of_transformers(data, encoder):
+    """Up to half precision of the stored weights, padding or not; a row of padding alone gives numbers."""
+    model = Full().model(data, 0).eval()
+    ids = data.tokens("dev")
+    assert ids.shape == (SIZES["dev"], LONGEST)
     with torch.no_grad():
-        assert torch.allclose(model(ids), model(ids[:, :12]), atol=1e-6)
-        features = torch.from_numpy(encoder.features(data.texts))
-        assert torch.allclose(model(ids), model.head(features), atol=1e-5)
+        assert torch.allclose(model(ids), model(ids[:, :12]), atol=1e-5)
+        found = pooled(model.encoder(ids), ids != 0)
+        assert torch.allclose(found, torch.from_numpy(encoder.features(sentences(64, 1).texts)), atol=5e-3)
+        assert torch.allclose(found, data.features("dev"), atol=5e-3)
+        assert model(torch.zeros_like(ids[:2])).isfinite().all()
+
+
+def test_files_that_are_missing_are_named(tmp_path):
+    with pytest.raises(WeightclipError, match="tokens.npz is missing: weightclip-study text --prepare"):
+        Prepared(tmp_path).labels("dev")
 
 
 def test_a_low_rank_update_merges_into_one_layer():
@@ -84,24 +133,57 @@ def test_a_low_rank_update_merges_into_one_layer():
     assert [k for k, p in layer.named_parameters() if p.requires_grad and k.startswith(("up", "down"))] == ["up.weight"]
 
 
-def test_a_row_is_chosen_on_dev_and_reads_the_test_part_once(encoder, tmp_path):
-    study = Study(encoder, sentences(256, 0), sentences(64, 1), sentences(64, 2), tmp_path / "runs", epochs=2, batch=64)
+def test_a_row_is_chosen_on_dev_and_reads_the_test_part_once(data, tmp_path):
+    study = Study(data, tmp_path / "runs", epochs=2, batch=64)
     real, asked = study.run, []
 
-    def watched(part, settings, epsilon, seed, on):
-        asked.append((settings.method, on, seed, settings))
-        return real(part, settings, epsilon, seed, on)
+    def watched(trial):
+        asked.append(trial)
+        return real(trial)
 
     study.run = watched  # type: ignore[method-assign]
-    row = study.row(Head(), "cap", 8.0, range(2), lambda line: None)
-    chosen = [a for a in asked if a[1] == "test" and a[0] == "cap"]
-    assert [seed for _, _, seed, _ in chosen] == [0, 1] and len({s for *_, s in chosen}) == 1
-    assert all(on == "dev" and seed == 1000 for _, on, seed, _ in asked[:8])
-    best = max(real(Head(), settings, 8.0, 1000, "dev")["accuracy"] for *_, settings in asked[:8])
-    assert float(row["dev"]) == pytest.approx(best, abs=1e-4)
+    row = study.row(Head(), "cap", 3.0, 2, lambda line: None)
+    assert row is not None and row["seconds"] == ""  # nothing was timed
+    chosen = [trial for trial in asked if trial.on == "test"]
+    assert [trial.seed for trial in chosen] == [0, 1] and len({trial.settings for trial in chosen}) == 1
+    assert all(trial.on == "dev" and trial.seed == 1000 for trial in asked[:4]) and len(asked) == 6
+    best = max(asked[:4], key=lambda trial: real(trial)["accuracy"])
+    assert best.settings == chosen[0].settings and float(row["dev"]) == pytest.approx(real(best)["accuracy"], abs=1e-4)
     trials = (tmp_path / "runs" / "trials.jsonl").read_text()
-    study.row(Head(), "cap", 8.0, range(2), lambda line: None)
+    for until in (float("inf"), 0.0):
+        again = Study(data, tmp_path / "runs", epochs=2, batch=64, until=until)
+        assert again.row(Head(), "cap", 3.0, 2, lambda line: None) == row
     assert (tmp_path / "runs" / "trials.jsonl").read_text() == trials  # nothing was run twice
+    assert again.row(Head(), "opacus", 3.0, 2, lambda line: None) is None  # no time is left
+
+
+def test_every_private_method_has_as_many_trials(data, tmp_path):
+    study = Study(data, tmp_path / "runs")
+    for part in PARTS:
+        assert {len(study.grid(part, method)) for method in METHODS if method != "non-private"} == {4}
+
+
+def test_time_is_measured_apart(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(training_module, "WARM", 1)
+    monkeypatch.setattr(training_module, "TIMED", 2)
+    study = Study(data, tmp_path / "runs", epochs=2, batch=64)
+    for method in ("non-private", "cap"):
+        assert study.pace(Head(), method)["seconds"] > 0
+    row = study.row(Head(), "cap", 8.0, 1, lambda line: None)
+    assert float(row["seconds"]) > 0 and float(row["ratio"]) > 0 and row["peak_gib"] == ""
+
+
+@pytest.mark.skipif(not os.environ.get("WEIGHTCLIP_FULL"), reason="runs with WEIGHTCLIP_FULL=1")
+def test_trials_in_several_processes(data, tmp_path):
+    study = Study(data, tmp_path / "runs", epochs=1, batch=64)
+    trials = [Trial(Head(), settings, None, 0, "dev") for settings in study.grid(Head(), "non-private")]
+    jobs = Jobs(study, 2)
+    try:
+        found = jobs([*trials, trials[0]])
+    finally:
+        jobs.close()
+    assert found[:-1] == [study.run(trial) for trial in trials] and found[-1] == found[0]
+    assert len((tmp_path / "runs" / "trials.jsonl").read_text().splitlines()) == len(trials)
 
 
 def test_rows_of_a_file_are_replaced_and_others_kept(tmp_path):

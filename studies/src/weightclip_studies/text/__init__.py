@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from ._data import Sentences as Sentences
 from ._data import load_sst2 as load_sst2
+from ._jobs import Jobs as Jobs
+from ._jobs import write as write
 from ._networks import Full as Full
 from ._networks import Head as Head
 from ._networks import Last as Last
 from ._networks import Lora as Lora
 from ._networks import Part as Part
+from ._prepared import SPLITS as SPLITS
+from ._prepared import Prepared as Prepared
+from ._prepared import prepare as prepare
+from ._settings import METHODS as METHODS
+from ._settings import Settings as Settings
 from ._study import Study as Study
-from ._training import Fit as Fit
-from ._training import Settings as Settings
-from ._training import fit as fit
+from ._study import Trial as Trial
+from ._training import Run as Run

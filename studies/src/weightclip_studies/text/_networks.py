@@ -9,11 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from weightclip.text import TextEncoder, pooled
-from weightclip_studies.text._data import Sentences
+from weightclip.text import pooled
+from weightclip_studies.text._bert import Bert
+from weightclip_studies.text._prepared import Prepared
 
-LONGEST = 64
-"""Tokens that are read of a sentence: a public shape."""
+_SCALE = 10.0
+"""Length of the vector a head reads behind a tuned encoder: head and encoder then learn at one rate of Adam's."""
 
 
 class Part(Protocol):
@@ -21,11 +22,11 @@ class Part(Protocol):
 
     name: str
 
-    def inputs(self, encoder: TextEncoder, data: Sentences) -> Tensor:
+    def inputs(self, data: Prepared, split: str) -> Tensor:
         """Records as the model takes them."""
         ...
 
-    def model(self, encoder: TextEncoder, seed: int) -> nn.Module:
+    def model(self, data: Prepared, seed: int) -> nn.Module:
         """A model from records to two scores, with its trainable parameters marked."""
         ...
 
@@ -36,54 +37,51 @@ class Head:
 
     name = "head"
 
-    def inputs(self, encoder: TextEncoder, data: Sentences) -> Tensor:
+    def inputs(self, data: Prepared, split: str) -> Tensor:
         """Vectors of length one."""
-        return torch.from_numpy(encoder.features(data.texts))
+        return data.features(split)
 
-    def model(self, encoder: TextEncoder, seed: int) -> nn.Module:
+    def model(self, data: Prepared, seed: int) -> nn.Module:
         """Two scores from a vector."""
-        return _head(encoder.width, seed)
+        return _head(data.features("dev").shape[1], seed)
 
 
 class _Tuned:
     """Parts that need the tokens: the whole encoder runs in every step."""
 
-    def inputs(self, encoder: TextEncoder, data: Sentences) -> Tensor:
-        """Token numbers, zeros behind a sentence's end.  # sentences x LONGEST"""
-        rows = torch.zeros(len(data), LONGEST, dtype=torch.long)
-        for i, text in enumerate(data.texts):
-            ids = encoder.tokens(text)[:LONGEST]
-            rows[i, : len(ids)] = torch.tensor(ids)
-        return rows
+    def inputs(self, data: Prepared, split: str) -> Tensor:
+        """Token numbers, zeros behind a sentence's end."""
+        return data.tokens(split)
 
-    def model(self, encoder: TextEncoder, seed: int) -> nn.Module:
+    def model(self, data: Prepared, seed: int) -> nn.Module:
         """Encoder, mean over tokens, head; frozen but for the head and what `unfreeze` marks."""
-        network = copy.deepcopy(encoder.network).requires_grad_(False)
+        network = data.encoder().requires_grad_(False)
         self.unfreeze(network, torch.Generator().manual_seed(seed))
-        return Classifier(network, _head(encoder.width, seed))
+        return Classifier(network, _head(network.width, seed))
 
-    def unfreeze(self, network: nn.Module, generator: torch.Generator) -> None:
+    def unfreeze(self, network: Bert, generator: torch.Generator) -> None:
         """Mark what is trained."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Lora(_Tuned):
-    """Low-rank updates of queries and values.
+    """Low-rank updates beside dense layers.
 
     Attributes:
         rank: Of each update.
+        places: Names of the dense layers, in every layer of the encoder.
     """
 
-    rank: int = 8
+    rank: int = 16
+    places: tuple[str, ...] = ("query", "value", "mix", "widen", "narrow")
     name = "lora"
 
-    def unfreeze(self, network: nn.Module, generator: torch.Generator) -> None:
-        """Put an update beside each projection."""
-        for layer in network.encoder.layer:  # type: ignore[union-attr]
-            attention = layer.attention.self
-            for place in ("query", "value"):
-                setattr(attention, place, LowRank(getattr(attention, place), self.rank, generator))
+    def unfreeze(self, network: Bert, generator: torch.Generator) -> None:
+        """Put an update beside each of them."""
+        for layer in network.layers:
+            for place in self.places:
+                setattr(layer, place, LowRank(getattr(layer, place), self.rank, generator))
 
 
 @dataclass(frozen=True)
@@ -97,9 +95,9 @@ class Last(_Tuned):
     layers: int = 1
     name = "last"
 
-    def unfreeze(self, network: nn.Module, generator: torch.Generator) -> None:
+    def unfreeze(self, network: Bert, generator: torch.Generator) -> None:
         """Mark their weights; normalisations stay frozen."""
-        for layer in list(network.encoder.layer)[-self.layers :]:  # type: ignore
+        for layer in list(network.layers)[-self.layers :]:
             _dense(layer)
 
 
@@ -109,7 +107,7 @@ class Full(_Tuned):
 
     name = "full"
 
-    def unfreeze(self, network: nn.Module, generator: torch.Generator) -> None:
+    def unfreeze(self, network: Bert, generator: torch.Generator) -> None:
         """Mark them."""
         _dense(network)
 
@@ -117,14 +115,12 @@ class Full(_Tuned):
 class Classifier(nn.Module):
     """Token numbers to two scores."""
 
-    def __init__(self, encoder: nn.Module, head: nn.Module) -> None:
+    def __init__(self, encoder: Bert, head: nn.Module) -> None:
         super().__init__()
         self.encoder, self.head = encoder, head
 
     def forward(self, ids: Tensor) -> Tensor:  # sentences x tokens -> sentences x 2
-        mask = (ids != 0).long()
-        states = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
-        return self.head(pooled(states, mask))
+        return self.head(_SCALE * pooled(self.encoder(ids), ids != 0))
 
 
 class LowRank(nn.Module):

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from weightclip.text import TextEncoder
 from weightclip_studies.images._noise import DELTA, NoiseTable
-from weightclip_studies.text._data import Sentences
 from weightclip_studies.text._networks import Head, Part
-from weightclip_studies.text._training import Settings, accuracy, fit
+from weightclip_studies.text._prepared import SPLITS, Prepared
+from weightclip_studies.text._settings import Settings
+from weightclip_studies.text._training import Run, accuracy
 
-COLUMNS: tuple[str, ...] = (
-    "part", "method", "epsilon", "delta", "accountant", "seeds", "median", "sem", "seconds", "ratio", "peak_gib",
-    "device", "steps", "batch", "rate", "clip", "dev",
-)  # fmt: skip
-RATES = {"head": (0.003, 0.01, 0.03, 0.1), "lora": (0.001, 0.003, 0.01), "last": (3e-4, 1e-3, 3e-3),
-         "full": (1e-4, 3e-4, 1e-3)}  # fmt: skip
-CLIPS = {"cap": (0.1, 1.0), "opacus": (0.1, 1.0), "quantiles": (0.1, 1.0), "factors": (0.1, 1.0),
-         "non-private": (1.0,)}  # fmt: skip
+RATES = {"head": (0.003, 0.01, 0.03, 0.1), "lora": (5e-4, 1e-3, 2e-3, 5e-3), "last": (2e-4, 5e-4, 1e-3, 2e-3),
+         "full": (5e-5, 1e-4, 2e-4, 5e-4)}  # fmt: skip
+CLIPS = {"cap": 1.0, "opacus": 1.0, "quantiles": 0.1, "factors": 0.1, "non-private": 1.0}
+TUNED_AT = 8.0
+"""ε at which settings of an encoder's parts are chosen, for all ε; those of a head are chosen at each."""
 Told = Callable[[str], None]
 Line = dict[str, Any]
+
+
+class Trial(NamedTuple):
+    """One run: what is trained, how, at which ε (None without privacy), and on which part it is scored."""
+
+    part: Part
+    settings: Settings
+    epsilon: float | None
+    seed: int
+    on: str
 
 
 @dataclass
@@ -37,113 +44,144 @@ class Study:
     """Runs, chosen settings and rows, with every trial kept in a file so that an interrupted study goes on.
 
     Attributes:
-        encoder: The pretrained encoder.
-        train: Records to train on.
-        dev: Records to choose by.
-        test: Records that are scored once, by the chosen settings.
+        data: Encoder and sentences.
         folder: Where trials are kept.
         device: Where to train.
         epochs: Passes over the data.
         batch: Expected batch size.
         piece: Records of a physical batch.
+        length: Tokens that are read of a sentence in training, a public shape; all of them are read in prediction.
+        records: How many sentences to train on; all by default.
+        until: Clock time after which no further run is begun; 0 makes rows of the trials that are there.
+        at_once: Runs trials, by default one after the other.
     """
 
-    encoder: TextEncoder
-    train: Sentences
-    dev: Sentences
-    test: Sentences
+    data: Prepared
     folder: Path
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    epochs: int = 20
+    epochs: int = 12
     batch: int = 4096
     piece: int | None = None
+    length: int = 32
+    records: int | None = None
+    until: float = float("inf")
+    at_once: Callable[[Sequence[Trial]], list[Line | None]] | None = None
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.noise = NoiseTable(self.folder / "noise.json")
-        self._inputs: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._inputs: dict[str, tuple[Tensor, ...]] = {}
+        self.size = len(self.data.labels("train")[: self.records])
 
-    def inputs(self, part: Part) -> tuple[Tensor, Tensor, Tensor]:
-        """Records of the three parts as the model takes them; features are kept in a file."""
+    def run(self, trial: Trial) -> Line | None:
+        """Accuracy of one run; from the file if it was made before, None if there is no time left to make it."""
+        part, settings, epsilon, seed, on = trial
+        key = self._key(part, asdict(settings), epsilon, seed, on)
+        if (found := self._found(key)) is not None or time.time() > self.until:
+            return found
+        sigma = self.sigma(settings, epsilon)
+        x, dev, test = self.inputs(part)
+        labels = self.data.labels("train")[: self.records].to(self.device)
+        scores = self._run(part, settings, sigma, seed, x, labels, key).scores(dev if on == "dev" else test)
+        return self._keep({"key": key, "accuracy": accuracy(scores, self.data.labels(on)), "device": self._name()})
+
+    def pace(self, part: Part, method: str) -> Line | None:
+        """Seconds of a step and memory, to be measured while nothing else runs on the device."""
+        settings = Settings(method, 1e-4, CLIPS[method], self.batch, self.epochs)
+        key = self._key(part, "timing", method, self.batch)
+        if (found := self._found(key)) is not None or time.time() > self.until:
+            return found
+        x, labels = self.inputs(part)[0], self.data.labels("train")[: self.records].to(self.device)
+        sigma = 0.0 if method == "non-private" else 1.0
+        seconds, peak = self._run(part, settings, sigma, 0, x, labels, key).pace()
+        return self._keep({"key": key, "seconds": seconds, "peak": peak, "device": self._name()})
+
+    def row(self, part: Part, method: str, epsilon: float | None, seeds: int, told: Told) -> Line | None:
+        """One row of the table; None where trials are missing and there is no time left to make them."""
+        at = epsilon if epsilon is None or isinstance(part, Head) else TUNED_AT
+        tried = [Trial(part, settings, at, 1000, "dev") for settings in self.grid(part, method)]
+        found = self._ask(tried)
+        for trial, entry in zip(tried, found, strict=True):
+            score = "not run" if entry is None else f"{entry['accuracy']:.4f} on dev"
+            told(f"{part.name} {method} epsilon {at}: rate {trial.settings.rate:g}: {score}")
+        if any(entry is None for entry in found):
+            return None
+        dev = [entry["accuracy"] for entry in found if entry is not None]
+        chosen = tried[dev.index(max(dev))].settings
+        asked = self._ask([Trial(part, chosen, epsilon, seed, "test") for seed in range(seeds)])
+        runs = [entry for entry in asked if entry is not None]
+        if not runs:
+            return None
+        scores = [entry["accuracy"] for entry in runs]
+        told(f"{part.name} {method} epsilon {epsilon}: {statistics.median(scores):.4f} on test, {len(runs)} seeds")
+        steps, private = chosen.steps(self.size), epsilon is not None
+        return {
+            "part": part.name, "method": method, "epsilon": f"{epsilon:g}" if private else "",
+            "delta": f"{DELTA:g}" if private else "", "accountant": "pld" if private else "", "seeds": len(runs),
+            "median": f"{statistics.median(scores):.4f}",
+            "sem": f"{statistics.stdev(scores) / len(scores) ** 0.5:.4f}" if len(scores) > 1 else "",
+            **self._times(part, method, self.epochs * max(1, round(self.size / self.batch))),
+            "device": runs[0]["device"], "steps": steps, "batch": chosen.batch, "rate": f"{chosen.rate:g}",
+            "clip": f"{chosen.clip:g}", "dev": f"{max(dev):.4f}",
+        }  # fmt: skip
+
+    def grid(self, part: Part, method: str) -> list[Settings]:
+        """What is tried on dev: as many trials for every private method; the ceiling may also take small batches."""
+        batches = (self.batch, max(1, self.batch // 8)) if method == "non-private" else (self.batch,)
+        return [Settings(method, r, CLIPS[method], b, self.epochs) for b in batches for r in RATES[part.name]]
+
+    def sigma(self, settings: Settings, epsilon: float | None) -> float:
+        """The noise multiplier, calibrated once."""
+        known = len(self.noise.values)
+        sigma = self.noise.get(epsilon, self.size, settings.batch, settings.steps(self.size))
+        if len(self.noise.values) > known:
+            self.noise.save()
+        return sigma
+
+    def inputs(self, part: Part) -> tuple[Tensor, ...]:
+        """Records of the three parts, on the device."""
         kind = "features" if isinstance(part, Head) else "tokens"
         if kind not in self._inputs:
-            made = []
-            for data in (self.train, self.dev, self.test):
-                name = hashlib.sha256("\n".join(data.texts).encode()).hexdigest()[:16]
-                path = self.folder / f"{kind}-{self.encoder.digest[:8]}-{name}.pt"
-                if not path.exists():
-                    torch.save(part.inputs(self.encoder, data), path)
-                made.append(torch.load(path).to(self.device))
-            self._inputs[kind] = (made[0], made[1], made[2])
+            train, dev, test = (part.inputs(self.data, split) for split in SPLITS)
+            train = train[: self.records]
+            train = train[:, : self.length].contiguous() if kind == "tokens" else train
+            self._inputs[kind] = (train.to(self.device), dev.to(self.device), test.to(self.device))
         return self._inputs[kind]
 
-    def run(self, part: Part, settings: Settings, epsilon: float | None, seed: int, on: str) -> Line:
-        """Accuracy and seconds of one run, on "dev" or "test"; from the file if it was made before."""
-        key = json.dumps(
-            [part.name, repr(part), asdict(settings), epsilon, seed, on, self.device.type, len(self.train)]
-        )
+    def _run(self, part: Part, settings: Settings, sigma: float, seed: int, x: Tensor, y: Tensor, key: str) -> Run:
+        cuda = self.device.type == "cuda"
+        root = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "little")
+        as_in_production = cuda and settings.method not in ("opacus", "non-private")  # a seed forbids CUDA graphs
+        return Run(part.model(self.data, seed), x, y, settings, sigma, None if as_in_production else root, self.piece,
+                   torch.bfloat16 if cuda else None)  # fmt: skip
+
+    def _ask(self, trials: Sequence[Trial]) -> list[Line | None]:
+        return [self.run(trial) for trial in trials] if self.at_once is None else self.at_once(trials)
+
+    def _times(self, part: Part, method: str, steps: int) -> Line:
+        """Time and memory of a whole run of this batch size, where they were measured."""
+        entry, plain = (self._found(self._key(part, "timing", m, self.batch)) for m in (method, "non-private"))
+        if entry is None or plain is None:
+            return {"seconds": "", "ratio": "", "peak_gib": ""}
+        peak = "" if entry["peak"] != entry["peak"] else f"{entry['peak']:.2f}"
+        ratio = f"{entry['seconds'] / plain['seconds']:.2f}"
+        return {"seconds": f"{entry['seconds'] * steps:.2f}", "ratio": ratio, "peak_gib": peak}
+
+    def _key(self, part: Part, *of: Any) -> str:
+        here = (self.device.type, self.data.digest, self.length, self.size, self.piece)
+        return json.dumps([part.name, repr(part), *of, *here])
+
+    def _found(self, key: str) -> Line | None:
         path = self.folder / "trials.jsonl"
         for line in path.read_text().splitlines() if path.exists() else ():
             if (entry := json.loads(line))["key"] == key:
                 return entry
-        x, dev, test = self.inputs(part)
-        sigma = self.noise.get(epsilon, len(x), settings.batch, settings.steps(len(x)))
-        self.noise.save()
-        labels = torch.from_numpy(self.train.labels).to(self.device)
-        root = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "little")
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        found = fit(part.model(self.encoder, seed), x, labels, dev if on == "dev" else test, settings, sigma, root,
-                    piece=self.piece, precision=torch.bfloat16 if self.device.type == "cuda" else None)  # fmt: skip
-        peak = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else float("nan")
-        data = self.dev if on == "dev" else self.test
-        entry = {"key": key, "accuracy": accuracy(found, data.labels), "seconds": found.seconds, "peak": peak}
-        with path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+        return None
+
+    def _keep(self, entry: Line) -> Line:
+        with (self.folder / "trials.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")  # one short write: processes share the file
         return entry
 
-    def choose(self, part: Part, method: str, epsilon: float | None, told: Told) -> tuple[Settings, float]:
-        """The best of the same grid for every method, on the dev part, one seed."""
-        tried = []
-        for rate in RATES[part.name]:
-            for clip in CLIPS[method]:
-                settings = Settings(method, rate, clip, self.batch, self.epochs)
-                score = self.run(part, settings, epsilon, 1000, "dev")["accuracy"]
-                told(f"{part.name} {method} epsilon {epsilon}: rate {rate:g}, clip {clip:g}: {score:.4f} on dev")
-                tried.append((score, settings))
-        score, best = max(tried, key=lambda t: t[0])
-        return best, score
-
-    def row(
-        self, part: Part, method: str, epsilon: float | None, seeds: Sequence[int], told: Told
-    ) -> dict[str, object]:
-        """One row of the table; time is beside that of training without privacy with the same steps."""
-        settings, dev = self.choose(part, method, epsilon, told)
-        runs = [self.run(part, settings, epsilon, seed, "test") for seed in seeds]
-        plain = self.run(part, replace(settings, method="non-private"), None, seeds[0], "test")
-        scores = [r["accuracy"] for r in runs]
-        seconds = statistics.median(r["seconds"] for r in runs)
-        told(f"{part.name} {method} epsilon {epsilon}: {statistics.median(scores):.4f} on test")
-        return dict(zip(COLUMNS, (
-            part.name, method, "" if epsilon is None else f"{epsilon:g}", "" if epsilon is None else f"{DELTA:g}",
-            "" if epsilon is None else "pld", len(seeds), f"{statistics.median(scores):.4f}",
-            f"{statistics.stdev(scores) / len(scores) ** 0.5:.4f}" if len(scores) > 1 else "", f"{seconds:.2f}",
-            f"{seconds / plain['seconds']:.2f}", "" if runs[0]["peak"] != runs[0]["peak"] else f"{runs[0]['peak']:.2f}",
-            self.device.type, settings.steps(len(self.train)), settings.batch, f"{settings.rate:g}",
-            f"{settings.clip:g}", f"{dev:.4f}",
-        ), strict=True))  # fmt: skip
-
-
-def write(path: Path, rows: Sequence[Line]) -> None:
-    """The table as a file; rows of a part, method, ε and device that are there already are replaced."""
-    kept: list[Line] = []
-    same = ("part", "method", "epsilon", "device")
-    new = {tuple(str(r[k]) for k in same) for r in rows}
-    if path.exists():
-        with path.open(newline="") as file:
-            kept = [dict(r) for r in csv.DictReader(file) if tuple(r[k] for k in same) not in new]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(COLUMNS), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted([*kept, *rows], key=lambda r: [str(r[k]) for k in same]))
+    def _name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,172 +14,124 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
 from weightclip.nn import ParameterAverage
+from weightclip_studies.text._opacus import steps_of_opacus
+from weightclip_studies.text._settings import Settings, draws
 
-METHODS = ("cap", "factors", "quantiles", "opacus", "non-private")
+WARM, TIMED = 14, 20
+"""Steps before a clock starts (two sizes of batch are recorded as graphs), and steps on it."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a run is trained; all of it public.
+class Run:
+    """One model on its records.
 
     Attributes:
-        method: One of `METHODS`.
-        rate: Learning rate of Adam at the first step; it falls to a tenth along a straight line.
-        clip: The cap: over all layers (cap, opacus), of each layer (quantiles: where it starts), or of the gradient at
-            each layer's output (factors).
-        batch: Expected batch size.
-        epochs: Passes over the data.
-        averaging: Decay of the average of weights that is evaluated.
-    """
-
-    method: str
-    rate: float
-    clip: float = 1.0
-    batch: int = 4096
-    epochs: int = 20
-    averaging: float = 0.95
-
-    def steps(self, n: int) -> int:
-        """Number of releases."""
-        return self.epochs * max(1, round(n / self.batch))
-
-    def bounds(self) -> wc.Bounds:
-        """What the engine enforces."""
-        if self.method == "factors":
-            return wc.Bounds(layer_radius=2.0, cotangent_radius=self.clip)
-        if self.method == "quantiles":
-            return wc.Bounds(layer_cap=self.clip, adaptive=wc.Adaptive())
-        return wc.Bounds(max_grad_norm=self.clip)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What a run gave: outputs of the averaged weights on the records asked for, and its time."""
-
-    scores: Tensor
-    seconds: float
-    steps: int
-
-
-def fit(
-    model: nn.Module, x: Tensor, y: Tensor, ask: Tensor, settings: Settings, sigma: float, seed: int,
-    *, piece: int | None = None, precision: torch.dtype | None = None,
-) -> Fit:  # fmt: skip
-    """Train on (x, y) and score ``ask``; the time is that of the steps alone.
-
-    Args:
         model: The model; moved and trained in place.
         x: Records.
         y: Labels.
-        ask: Records to score.
-        settings: How.
+        settings: How it is trained.
         sigma: Noise multiplier; 0 and the method "non-private" for none.
-        seed: Of draws and noise.
+        seed: Of draws and noise. None leaves them to the operating system, as in production: on CUDA steps are then
+            replayed as graphs.
         piece: Records of a physical batch.
         precision: Of autocast, or None.
 
     Formal guarantees:
-        Those of the engine, or of Opacus, for ``settings.steps`` draws of rate batch/n with multiplier ``sigma``; the
+        Those of the engine, or of Opacus, for ``settings.steps`` draws of rate batch/n with multiplier ``sigma``. A
         seed makes the noise repeatable, which is for experiments only.
     """
-    device = x.device
-    model.to(device).train()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(trained, lr=settings.rate)
-    steps, data = settings.steps(len(x)), TensorDataset(x, y)
-    loss = nn.CrossEntropyLoss()
-    average = ParameterAverage(model, settings.averaging)
-    run = _engine if settings.method in ("cap", "factors", "quantiles") else _opacus
-    if settings.method == "non-private":
-        run = _plain
-    began = 0.0
-    with torch.autocast(device.type, precision or torch.bfloat16, enabled=precision is not None):
-        for done in run(model, optimizer, data, loss, settings, sigma, seed, piece):
-            if done == 0:  # set up: what follows are steps
-                began = _clock(device)
-            else:
-                average.update()
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    settings: Settings
+    sigma: float
+    seed: int | None
+    piece: int | None = None
+    precision: torch.dtype | None = None
+
+    def scores(self, ask: Tensor) -> Tensor:
+        """Train, and what the averaged weights say of other records."""
+        average, steps = ParameterAverage(self.model, self.settings.averaging), self.settings.steps(len(self.x))
+        for done in self._steps(average):
             if done == steps:
                 break
-            for group in optimizer.param_groups:
-                group["lr"] = settings.rate * (1 - 0.9 * done / steps)
-        seconds = _clock(device) - began
-        with average.apply(), torch.no_grad():
-            scores = torch.cat([model.eval()(part).float() for part in ask.split(512)])
-    return Fit(scores.cpu(), seconds, steps)
+        with average.apply(), torch.no_grad(), self._autocast():
+            self.model.eval()
+            return torch.cat([self.model(part).float() for part in ask.split(512)]).cpu()
 
+    def pace(self) -> tuple[float, float]:
+        """Seconds of one step, and the largest memory in GiB (nan on a CPU)."""
+        cuda, began = self.x.device.type == "cuda", 0.0
+        if cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        for done in self._steps(ParameterAverage(self.model, self.settings.averaging)):
+            if done in (WARM, WARM + TIMED) and cuda:
+                torch.cuda.synchronize()
+            if done == WARM:
+                began = time.perf_counter()
+            if done == WARM + TIMED:
+                break
+        seconds = (time.perf_counter() - began) / TIMED
+        return seconds, torch.cuda.max_memory_reserved() / 2**30 if cuda else float("nan")
 
-def _engine(model, optimizer, data, loss, settings: Settings, sigma: float, seed: int, piece) -> Iterator[int]:
-    engine = wc.PrivacyEngine()
-    _, _, loader, _ = engine.make_private(
-        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=settings.batch), criterion=loss,
-        noise_multiplier=sigma, bounds=settings.bounds(), max_physical_batch_size=piece,
-        generator=torch.Generator().manual_seed(seed),
-    )  # fmt: skip
-    step = engine.fused_step()
-    yield 0
-    try:
-        while True:
-            for x, y in loader:
-                before = engine.steps
-                step(x, y)
-                if engine.steps > before:
-                    yield engine.steps
-    finally:
-        engine.detach()
-
-
-def _opacus(model, optimizer, data, loss, settings: Settings, sigma: float, seed: int, piece) -> Iterator[int]:
-    from opacus.grad_sample import GradSampleModule
-    from opacus.optimizers import DPOptimizer
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")
-        wrapped = GradSampleModule(model)
-        private = DPOptimizer(
-            optimizer, noise_multiplier=sigma, max_grad_norm=settings.clip, expected_batch_size=settings.batch,
-            generator=torch.Generator(data.tensors[0].device).manual_seed(seed),
-        )  # fmt: skip
-        yield 0
-        try:
-            for done, (x, y) in enumerate(_draws(data, settings.batch, seed), 1):
-                starts = range(0, len(x), piece or len(x))  # gradients of single records fill the memory
-                for start in starts:
-                    part = slice(start, start + (piece or len(x)))
-                    private.signal_skip_step(start != starts[-1])
-                    private.zero_grad()
-                    loss(wrapped(x[part]), y[part]).backward()
-                    private.step()
+    def _steps(self, average: ParameterAverage) -> Iterator[int]:
+        """The number of steps made, after each."""
+        settings, total = self.settings, self.settings.steps(len(self.x))
+        self.model.to(self.x.device).train()
+        optimizer = torch.optim.Adam([p for p in self.model.parameters() if p.requires_grad], lr=settings.rate)
+        runs = {"opacus": self._opacus, "non-private": self._plain}
+        made = runs.get(settings.method, self._engine)(optimizer)
+        with self._autocast():
+            for done in made:
+                average.update()
                 yield done
+                for group in optimizer.param_groups:
+                    group["lr"] = settings.rate * max(0.1, 1 - 0.9 * done / total)
+
+    def _autocast(self) -> torch.autocast:
+        on = self.precision is not None
+        return torch.autocast(self.x.device.type, self.precision or torch.bfloat16, enabled=on)
+
+    def _engine(self, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+        engine, settings = wc.PrivacyEngine(), self.settings
+        _, _, loader, _ = engine.make_private(
+            module=self.model, optimizer=optimizer, criterion=nn.CrossEntropyLoss(), noise_multiplier=self.sigma,
+            data_loader=DataLoader(TensorDataset(self.x, self.y), batch_size=settings.batch), bounds=settings.bounds(),
+            max_physical_batch_size=self.piece,
+            generator=None if self.seed is None else torch.Generator().manual_seed(self.seed),
+        )  # fmt: skip
+        step = engine.fused_step()
+        try:
+            while True:
+                for x, y in loader:
+                    before = engine.steps
+                    step(x, y)
+                    if engine.steps > before:
+                        yield engine.steps
         finally:
-            wrapped.to_standard_module()
+            engine.detach()
+
+    def _opacus(self, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            batches = draws(self.x, self.y, self.settings.batch, self.seed)
+            made = steps_of_opacus(self.model, optimizer, batches, self.settings, self.sigma, self.seed, self.piece)
+            yield from made
+
+    def _plain(self, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+        loss = nn.CrossEntropyLoss()
+        for done, (x, y) in enumerate(draws(self.x, self.y, self.settings.batch, self.seed), 1):
+            optimizer.zero_grad()
+            size = self.piece or len(x)
+            for a, b in zip(x.split(size), y.split(size), strict=True):
+                (loss(self.model(a), b) * (len(a) / len(x))).backward()
+            optimizer.step()
+            yield done
 
 
-def _plain(model, optimizer, data, loss, settings: Settings, sigma: float, seed: int, piece) -> Iterator[int]:
-    yield 0
-    for done, (x, y) in enumerate(_draws(data, settings.batch, seed), 1):
-        optimizer.zero_grad()
-        for a, b in zip(x.split(piece or len(x)), y.split(piece or len(x)), strict=True):
-            (loss(model(a), b) * (len(a) / len(x))).backward()
-        optimizer.step()
-        yield done
-
-
-def _draws(data: TensorDataset, batch: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
-    """Poisson draws."""
-    n, generator = len(data), torch.Generator().manual_seed(seed)
-    while True:
-        rows = torch.nonzero(torch.rand(n, generator=generator) < batch / n).squeeze(1)
-        rows = rows if len(rows) else torch.zeros(1, dtype=torch.long)
-        yield tuple(t[rows.to(t.device)] for t in data.tensors)
-
-
-def _clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def accuracy(found: Fit, labels: Any) -> float:
+def accuracy(scores: Tensor, labels: Tensor) -> float:
     """Share of right answers."""
-    return float((found.scores.argmax(1) == torch.as_tensor(labels)).double().mean())
+    return float((scores.argmax(1) == labels).double().mean())

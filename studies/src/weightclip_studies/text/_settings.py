@@ -1,0 +1,60 @@
+"""How a run on text is trained, and the draws of those that do not use the engine's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import weightclip as wc
+
+METHODS = ("cap", "factors", "quantiles", "opacus", "non-private")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is trained; all of it public.
+
+    Attributes:
+        method: One of `METHODS`.
+        rate: Learning rate of Adam at the first step; it falls to a tenth along a straight line.
+        clip: The cap: over all layers (cap, opacus), of each layer (quantiles: where it starts), or of the gradient at
+            each layer's output (factors).
+        batch: Expected batch size.
+        epochs: Passes over the data.
+        averaging: Decay of the average of weights that is evaluated.
+    """
+
+    method: str
+    rate: float
+    clip: float = 1.0
+    batch: int = 4096
+    epochs: int = 20
+    averaging: float = 0.95
+
+    def steps(self, n: int) -> int:
+        """Number of releases."""
+        return self.epochs * max(1, round(n / self.batch))
+
+    def bounds(self) -> wc.Bounds:
+        """What the engine enforces."""
+        if self.method == "factors":
+            return wc.Bounds(layer_radius=2.0, cotangent_radius=self.clip)
+        if self.method == "quantiles":
+            return wc.Bounds(layer_cap=self.clip, adaptive=wc.Adaptive())
+        return wc.Bounds(max_grad_norm=self.clip)
+
+
+def draws(x: Tensor, y: Tensor, batch: int, seed: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Poisson draws without end; an empty one holds the first record."""
+    n, generator = len(x), torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    while True:
+        rows = torch.nonzero(torch.rand(n, generator=generator) < batch / n).squeeze(1)
+        rows = (rows if len(rows) else torch.zeros(1, dtype=torch.long)).to(x.device)
+        yield x[rows], y[rows]
