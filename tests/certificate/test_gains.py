@@ -92,6 +92,25 @@ def test_between_refreshes_sensitivities_never_fall_below_fresh_ones(kind: str, 
     assert equal == math.ceil(7 / refresh)
 
 
+@pytest.mark.parametrize("spectral", [True, False])
+def test_weights_are_clipped_at_refreshes_and_certified_as_they_are_in_between(spectral: bool) -> None:
+    settings = {"input_radius": 1.0, "weight_norm": 0.5, "spectral": spectral}
+    run = private(mlp(), table(8), sigma=5.0, bounds=wc.Bounds(refresh=3, **settings))  # type: ignore[arg-type]
+    fresh = private(mlp(), table(8), bounds=wc.Bounds(**settings))  # type: ignore[arg-type]
+    largest = []
+    for _ in range(7):
+        x, y = next(iter(run.loader))
+        run.criterion(run.model(x), y).backward()
+        fresh.model.load_state_dict(run.model.state_dict())
+        lazy, exact = run.layers(), fresh.layers()
+        assert all(lazy[n]["sensitivity"] >= exact[n]["sensitivity"] * (1 - 1e-12) for n in exact)
+        run.optimizer.step()
+        largest.append(
+            max(float(torch.linalg.matrix_norm(p.detach(), 2)) for p in run.model.parameters() if p.dim() == 2)
+        )
+    assert [norm <= 0.5 * (1 + 1e-5) for norm in largest] == [False, False, True] * 2 + [False]
+
+
 def test_refresh_holds_under_autocast_too() -> None:
     bounds = wc.Bounds(input_radius=1.0, refresh=4)
     run = private(mlp(), table(8), sigma=0.5, bounds=bounds, optimizer=lambda p: torch.optim.SGD(p, lr=0.3))

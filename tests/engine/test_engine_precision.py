@@ -123,6 +123,18 @@ def test_one_call_takes_the_compiled_model() -> None:
     assert runs[0].engine.steps == runs[1].engine.steps == 3
     for name, value in runs[0].weights().items():
         torch.testing.assert_close(value, runs[1].weights()[name], rtol=1e-4, atol=1e-6)
+
+    class Opaque(nn.Module):  # has no len(), as most models
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x)
+
+    run = private(Opaque(), table(8))
+    x, y = next(iter(run.loader))
+    run.engine.fused_step(torch.compile(run.model, backend="aot_eager"))(x, y)
     for other in (torch.compile(mlp()), mlp(), runs[0].model):
         with pytest.raises(wc.ContractError, match="compile"):
             runs[0].engine.fused_step(other)

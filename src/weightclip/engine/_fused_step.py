@@ -72,6 +72,7 @@ class FusedStep:
                 "fused_step takes the private model compiled, torch.compile(model), and nothing else in its place."
             )
         self.compiled = compiled
+        self._model = t.model if compiled is None else compiled
         plain = t.quantiles is None and t.sensitivity.entrywise is None and engine.bounds.refresh == 1
         # a graph would draw a model's masks from a generator whose seed the user knows, and a seeded run's noise is
         # keyed by the sum, which is not there before the launch
@@ -105,7 +106,7 @@ class FusedStep:
         x, y = (b.to(engine.device) if isinstance(b, Tensor) else b for b in (x, y))
         engine.optimizer.zero_grad()
         with torch.enable_grad():
-            loss = engine.criterion.take((self.compiled or t.model)(x), y)
+            loss = engine.criterion.take(self._model(x), y)
             t.collect(loss.passage, loss.draw, loss.mask)
         engine.optimizer.step()
         return loss.value

@@ -364,10 +364,11 @@ class Training:
         return tensors_digest(content, self.engine.streams.key("weightclip/digest"))
 
     def after_step(self, *_: Any) -> None:
-        """Step post-hook: weights are clipped."""
+        """Step post-hook: weights are clipped, with ``Bounds.refresh`` every that many steps (drift is bounded)."""
         if not self._skip:
             self.gate.clear()
-            if self.clip.work or self.plan.graph is not None:  # norms that it finds serve the next certificate
+            due = self.engine.steps % self.engine.bounds.refresh == 0
+            if due and (self.clip.work or self.plan.graph is not None):  # norms it finds serve the next certificate
                 self.clip()
 
 

@@ -175,7 +175,7 @@ def fused_moments(x: Tensor, d: Tensor, counts: Tensor | None = None) -> Tensor:
 def _at_once(records: int, size: int) -> tuple[int, int]:
     """Numbers a program reads at once, and its warps: many where few programs share a device."""
     if size > 16384 and records < _PROGRAMS // 4:
-        return 8192, 16
+        return 16384, 16
     return (1024 if size > 512 else 128), 4
 
 

@@ -132,7 +132,7 @@ def tiling(outs: int, columns: int, places: int, dtype: torch.dtype) -> tuple[in
     if dtype == torch.float32:
         return _power(outs, 128), _power(columns, 64), _power(places, 32), 4, 3
     if places <= 64 and outs >= 128 and columns >= 128:
-        return 128, 128, _power(places, 64), 8, 3
+        return 128, 128, _power(places, 64), 8, 4 if places <= 32 else 3
     few = places <= 128 or outs <= 64
     return _power(outs, 64 if few else 128), _power(columns, 64), _power(places, 128 if few else 64), 4, 3
 

@@ -102,8 +102,8 @@ def bounds_of(mode: str) -> Bounds:
     """The bounds each private mode trains under."""
     return {
         "weights": Bounds(input_radius=1.0, weight_norm=1.0, spectral=False),
-        # certified norms of weights every 32 steps; in between how far the weights moved is added
-        "weights-refresh": Bounds(input_radius=1.0, weight_norm=1.0, spectral=False, refresh=32),
+        # certified norms and clipping of weights every 64 steps; in between how far the weights moved is added
+        "weights-refresh": Bounds(input_radius=1.0, weight_norm=1.0, spectral=False, refresh=64),
         "factors": Bounds(layer_radius=1.0, cotangent_radius=0.1),
         "both": Bounds(input_radius=1.0, weight_norm=1.0, spectral=False, layer_radius=1.0, cotangent_radius=0.1),
         "joint-cap": Bounds(joint_cap=1.0, caps=CapNorm.FREE),

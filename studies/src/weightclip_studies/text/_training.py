@@ -52,6 +52,7 @@ class Run:
 
     def scores(self, ask: Tensor) -> Tensor:
         """Train, and what the averaged weights say of other records."""
+        self.model.to(self.x.device)
         average, steps = ParameterAverage(self.model, self.settings.averaging), self.settings.steps(len(self.x))
         for done in self._steps(average):
             if done == steps:
@@ -63,6 +64,7 @@ class Run:
     def pace(self) -> tuple[float, float]:
         """Seconds of one step, and the largest memory in GiB (nan on a CPU)."""
         cuda, began = self.x.device.type == "cuda", 0.0
+        self.model.to(self.x.device)
         if cuda:
             gc.collect()
             torch.cuda.empty_cache()
@@ -80,7 +82,7 @@ class Run:
     def _steps(self, average: ParameterAverage) -> Iterator[int]:
         """The number of steps made, after each."""
         settings, total = self.settings, self.settings.steps(len(self.x))
-        self.model.to(self.x.device).train()
+        self.model.train()
         optimizer = torch.optim.Adam([p for p in self.model.parameters() if p.requires_grad], lr=settings.rate)
         runs = {"opacus": self._opacus, "non-private": self._plain}
         made = runs.get(settings.method, self._engine)(optimizer)
