@@ -152,8 +152,13 @@ class Study:
         cuda = self.device.type == "cuda"
         root = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "little")
         as_in_production = cuda and settings.method not in ("opacus", "non-private")  # a seed forbids CUDA graphs
-        return Run(part.model(self.data, seed), x, y, settings, sigma, None if as_in_production else root, self.piece,
-                   torch.bfloat16 if cuda else None)  # fmt: skip
+        seeded = None if as_in_production else root
+        return Run(part.model(self.data, seed), x, y, settings, sigma, seeded, self.piece, self.precision)
+
+    @property
+    def precision(self) -> torch.dtype | None:
+        """Of autocast: half on CUDA."""
+        return torch.bfloat16 if self.device.type == "cuda" else None
 
     def _ask(self, trials: Sequence[Trial]) -> list[Line | None]:
         return [self.run(trial) for trial in trials] if self.at_once is None else self.at_once(trials)
