@@ -20,7 +20,7 @@ from weightclip_studies.text._prepared import SPLITS, Prepared
 from weightclip_studies.text._settings import Settings
 from weightclip_studies.text._training import Run, accuracy
 
-RATES = {"head": (0.003, 0.01, 0.03, 0.1), "lora": (5e-4, 1e-3, 2e-3, 5e-3), "last": (2e-4, 5e-4, 1e-3, 2e-3),
+RATES = {"head": (0.03, 0.1, 0.3, 1.0), "lora": (5e-4, 1e-3, 2e-3, 5e-3), "last": (2e-4, 5e-4, 1e-3, 2e-3),
          "full": (5e-5, 1e-4, 2e-4, 5e-4)}  # fmt: skip
 CLIPS = {"cap": 1.0, "opacus": 1.0, "quantiles": 0.1, "factors": 0.1, "non-private": 1.0}
 TUNED_AT = 8.0
