@@ -132,7 +132,9 @@ def _rows(study, wanted, seeds: int, jobs: int, out: Path, told) -> None:
         pool = study.at_once = Jobs(study, jobs)
     try:
         with ThreadPoolExecutor(jobs if pool else 1) as threads:
-            list(threads.map(make, wanted))
+            made = [threads.submit(make, row) for row in wanted]  # one that fails stops no other
+        for row in made:
+            row.result()
     finally:
         if pool is not None:
             pool.close()
