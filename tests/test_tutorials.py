@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from tests import text_kit
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -54,3 +56,18 @@ def test_transformer(monkeypatch, capfd):
 def test_image_classifier(monkeypatch, capfd):
     out = run("image_classifier.py", "--seed", "1", monkeypatch=monkeypatch, capfd=capfd)
     assert float(out.split("test accuracy ")[1].split("%")[0]) > 85
+
+
+def test_sentiment(monkeypatch, capfd, tmp_path):
+    for package in ("pandas", "peft"):
+        pytest.importorskip(package)
+    text_kit.install(tmp_path, monkeypatch)
+    pick, words = random.Random(0), [["bad", "dull"], ["good", "charming"]]
+    for name, n in (("train", 600), ("test", 200)):
+        labels = [pick.randrange(2) for _ in range(n)]
+        lines = [" ".join(pick.choices(["film", "plot"], k=3) + words[y]) + f"\t{y}\n" for y in labels]
+        (tmp_path / name).write_text("sentence\tlabel\n" + "".join(lines))
+    files = str(tmp_path / "train"), str(tmp_path / "test")
+    out = run("sentiment.py", *files, "tiny", "100", monkeypatch=monkeypatch, capfd=capfd)
+    assert float(out.split("accuracy ")[1].split(",")[0]) > 0.8
+    assert 7.5 < float(out.split("epsilon ")[1].split()[0]) <= 8.0

@@ -8,6 +8,7 @@
 - :func:`run_law` checks noise, sampling and ledger of a run against what the engine states;
 - :func:`estimator_check` sends canary rows through ``fit`` of the estimators;
 - :func:`sampled_releases`, :func:`two_worlds` and :func:`one_run` give lower bounds of epsilon from samples;
+  :func:`judge` gives that of canaries of your own;
 - :func:`audit_trainer` takes anybody's trainer, as a function from data to what it releases.
 
 Imports every room but the command line, which is the only one that imports it.
@@ -42,6 +43,7 @@ from weightclip.audit._neighbours import Neighbours as Neighbours
 from weightclip.audit._neighbours import hostile_neighbours as hostile_neighbours
 from weightclip.audit._neighbours import rounding_neighbours as rounding_neighbours
 from weightclip.audit._one_run import OneRun as OneRun
+from weightclip.audit._one_run import judge as judge
 from weightclip.audit._one_run import one_run as one_run
 from weightclip.audit._one_step import Shift as Shift
 from weightclip.audit._one_step import StepLaw as StepLaw

@@ -14,6 +14,7 @@ from weightclip import WeightclipError
 from weightclip.text import pooled
 from weightclip_studies.text import (
     METHODS,
+    Canaries,
     Full,
     Head,
     Jobs,
@@ -25,6 +26,7 @@ from weightclip_studies.text import (
     Settings,
     Study,
     Trial,
+    figure,
     load_sst2,
     prepare,
     write,
@@ -194,6 +196,30 @@ def test_rows_of_a_file_are_replaced_and_others_kept(tmp_path):
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(r["part"], r["median"]) for r in rows] == [("head", "1"), ("lora", "0")]
+
+
+def test_canaries_are_found_without_noise_and_hidden_by_it(data, tmp_path):
+    """On records in many directions, which a head can learn by heart."""
+    rng = np.random.default_rng(0)
+    features = {name: rng.normal(size=(n, 128)).astype(np.float32) / 128**0.5 for name, n in SIZES.items()}
+    np.savez(data.folder / "features.npz", **features)
+    study, found = Study(data, tmp_path / "runs", records=32, batch=32), {}
+    settings = Settings("cap", 0.05, 1.0, batch=32, epochs=20, averaging=0.5)
+    for claimed, sigma in ((1.0, 30.0), (90.0, 0.05)):
+        sizes = range(32, 97)
+        keys = [study.noise._key(claimed, n, 32, settings.steps(n)) for n in sizes]
+        study.noise.values.update(dict.fromkeys(keys, sigma))
+        found[claimed] = Canaries(64).audit(study, Head(), settings, claimed)
+    assert found[1.0].canaries == 48 and not found[1.0].violation
+    assert found[1.0].epsilon_lower < 1.0 < found[90.0].epsilon_lower and found[90.0].mu > 1.5
+
+
+def test_the_picture(tmp_path):
+    line = {**dict.fromkeys(COLUMNS, "0"), "median": "0.8", "sem": "0.01", "epsilon": "3"}
+    kinds = [("head", "cap", "3"), ("lora", "cap", "8"), ("lora", "opacus", "8"), ("lora", "non-private", "")]
+    write(tmp_path / "x.csv", [{**line, "part": p, "method": m, "epsilon": e} for p, m, e in kinds])
+    figure(tmp_path / "x.csv", tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 5000
 
 
 def test_the_data_set():

@@ -33,6 +33,9 @@ def text(
         float | None, typer.Option(help="begin no run after so many minutes; 0: rows of what was run before", min=0)
     ] = None,
     timing: Annotated[bool, typer.Option("--timing", help="time a few steps of each method; make no rows")] = False,
+    canaries: Annotated[
+        int, typer.Option(help="audit one run of each row by so many inserted sentences; make no rows", min=0)
+    ] = 0,
     prepare: Annotated[bool, typer.Option("--prepare", help="write the encoder and the tokens, train nothing")] = False,
     prepared: Annotated[Path, typer.Option(help="folder that --prepare writes")] = Path("runs/text/prepared"),
     runs: Annotated[Path, typer.Option(help="folder that keeps every trial")] = Path("runs/text"),
@@ -47,7 +50,19 @@ def text(
     import torch
 
     from weightclip.text import load_encoder
-    from weightclip_studies.text import METHODS, SPLITS, Full, Head, Last, Lora, Prepared, Study, load_sst2
+    from weightclip_studies.text import (
+        METHODS,
+        SPLITS,
+        Canaries,
+        Full,
+        Head,
+        Last,
+        Lora,
+        Prepared,
+        Study,
+        figure,
+        load_sst2,
+    )
     from weightclip_studies.text import prepare as write_prepared
 
     parts = {"head": Head(), "lora": Lora(rank), "last": Last(), "full": Full()}
@@ -83,7 +98,16 @@ def text(
     for n in names if "non-private" in methods else ():
         behind = [i for i, row in enumerate(wanted, 1) if row[0] is parts[n] and row[2] == budgets[0]]
         wanted.insert(behind[-1] if behind else len(wanted), (parts[n], "non-private", None))
+    if canaries:
+        for name, way, budget in wanted:
+            if budget is not None and way != "opacus":
+                found = Canaries(canaries).audit(study, name, study.grid(name, way)[1], budget)
+                told(f"{name.name} {way}: {found}")
+                print(f"{name.name} {way}: epsilon claimed {budget:g}, at least {found.epsilon_lower:.2f}")
+        return
     _rows(study, wanted, seeds, jobs, out, told)
+    if out.exists():
+        figure(out, out.with_suffix(".png"))
     print(out)
 
 
@@ -108,7 +132,9 @@ def _rows(study, wanted, seeds: int, jobs: int, out: Path, told) -> None:
         pool = study.at_once = Jobs(study, jobs)
     try:
         with ThreadPoolExecutor(jobs if pool else 1) as threads:
-            list(threads.map(make, wanted))
+            made = [threads.submit(make, row) for row in wanted]  # one that fails stops no other
+        for row in made:
+            row.result()
     finally:
         if pool is not None:
             pool.close()

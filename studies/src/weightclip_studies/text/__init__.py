@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ._canaries import Canaries as Canaries
 from ._data import Sentences as Sentences
 from ._data import load_sst2 as load_sst2
+from ._figure import figure as figure
 from ._jobs import Jobs as Jobs
 from ._jobs import write as write
 from ._networks import Full as Full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,11 @@ from weightclip_studies.text._prepared import Prepared
 
 _SCALE = 10.0
 """Length of the vector a head reads behind a tuned encoder: head and encoder then learn at one rate of Adam's."""
+
+
+PLACES = ("value", "mix", "widen", "narrow")
+"""Dense layers of each layer that are trained. Queries and keys stay as they are: on the random records by which the
+engine tests that records do not touch each other, rounding of their tiny gradients looks like a touch."""
 
 
 class Part(Protocol):
@@ -74,7 +80,7 @@ class Lora(_Tuned):
     """
 
     rank: int = 16
-    places: tuple[str, ...] = ("query", "value", "mix", "widen", "narrow")
+    places: tuple[str, ...] = PLACES
     name = "lora"
 
     def unfreeze(self, network: Bert, generator: torch.Generator) -> None:
@@ -96,20 +102,19 @@ class Last(_Tuned):
     name = "last"
 
     def unfreeze(self, network: Bert, generator: torch.Generator) -> None:
-        """Mark their weights; normalisations stay frozen."""
-        for layer in list(network.layers)[-self.layers :]:
-            _dense(layer)
+        """Mark their weights; queries, keys and normalisations stay frozen."""
+        _mark(list(network.layers)[-self.layers :])
 
 
 @dataclass(frozen=True)
 class Full(_Tuned):
-    """Every dense layer of the encoder; embeddings and normalisations stay frozen, which saves noise."""
+    """The dense layers of all layers; queries, keys, embeddings and normalisations stay frozen, which saves noise."""
 
     name = "full"
 
     def unfreeze(self, network: Bert, generator: torch.Generator) -> None:
         """Mark them."""
-        _dense(network)
+        _mark(network.layers)
 
 
 class Classifier(nn.Module):
@@ -159,7 +164,7 @@ def _head(width: int, seed: int) -> nn.Linear:
     return head
 
 
-def _dense(network: nn.Module) -> None:
-    for module in network.modules():
-        if isinstance(module, nn.Linear):
-            module.requires_grad_(True)
+def _mark(layers: Iterable[nn.Module]) -> None:
+    for layer in layers:
+        for place in PLACES:
+            getattr(layer, place).requires_grad_(True)

@@ -20,7 +20,7 @@ from weightclip_studies.text._prepared import SPLITS, Prepared
 from weightclip_studies.text._settings import Settings
 from weightclip_studies.text._training import Run, accuracy
 
-RATES = {"head": (0.003, 0.01, 0.03, 0.1), "lora": (5e-4, 1e-3, 2e-3, 5e-3), "last": (2e-4, 5e-4, 1e-3, 2e-3),
+RATES = {"head": (0.03, 0.1, 0.3, 1.0), "lora": (5e-4, 1e-3, 2e-3, 5e-3), "last": (2e-4, 5e-4, 1e-3, 2e-3),
          "full": (5e-5, 1e-4, 2e-4, 5e-4)}  # fmt: skip
 CLIPS = {"cap": 1.0, "opacus": 1.0, "quantiles": 0.1, "factors": 0.1, "non-private": 1.0}
 TUNED_AT = 8.0
@@ -152,8 +152,13 @@ class Study:
         cuda = self.device.type == "cuda"
         root = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "little")
         as_in_production = cuda and settings.method not in ("opacus", "non-private")  # a seed forbids CUDA graphs
-        return Run(part.model(self.data, seed), x, y, settings, sigma, None if as_in_production else root, self.piece,
-                   torch.bfloat16 if cuda else None)  # fmt: skip
+        seeded = None if as_in_production else root
+        return Run(part.model(self.data, seed), x, y, settings, sigma, seeded, self.piece, self.precision)
+
+    @property
+    def precision(self) -> torch.dtype | None:
+        """Of autocast: half on CUDA."""
+        return torch.bfloat16 if self.device.type == "cuda" else None
 
     def _ask(self, trials: Sequence[Trial]) -> list[Line | None]:
         return [self.run(trial) for trial in trials] if self.at_once is None else self.at_once(trials)

@@ -52,8 +52,7 @@ class Run:
 
     def scores(self, ask: Tensor) -> Tensor:
         """Train, and what the averaged weights say of other records."""
-        self.model.to(self.x.device)
-        average, steps = ParameterAverage(self.model, self.settings.averaging), self.settings.steps(len(self.x))
+        average, steps = self._average(), self.settings.steps(len(self.x))
         for done in self._steps(average):
             if done == steps:
                 break
@@ -69,7 +68,7 @@ class Run:
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        for done in self._steps(ParameterAverage(self.model, self.settings.averaging)):
+        for done in self._steps(self._average()):
             if done in (WARM, WARM + TIMED) and cuda:
                 torch.cuda.synchronize()
             if done == WARM:
@@ -78,6 +77,10 @@ class Run:
                 break
         seconds = (time.perf_counter() - began) / TIMED
         return seconds, torch.cuda.max_memory_reserved() / 2**30 if cuda else float("nan")
+
+    def _average(self) -> ParameterAverage:
+        self.model.to(self.x.device)  # first: the average lies where the weights do
+        return ParameterAverage(self.model, self.settings.averaging)
 
     def _steps(self, average: ParameterAverage) -> Iterator[int]:
         """The number of steps made, after each."""
