@@ -58,6 +58,7 @@ def text(
         Head,
         Last,
         Lora,
+        Part,
         Prepared,
         Study,
         figure,
@@ -94,7 +95,9 @@ def text(
         print(runs)
         return
     budgets = epsilon or [8.0, 3.0, 1.0]
-    wanted = [(parts[n], way, e) for n in names for e in budgets for way in methods if way != "non-private"]
+    wanted: list[tuple[Part, str, float | None]] = [
+        (parts[n], way, e) for n in names for e in budgets for way in methods if way != "non-private"
+    ]
     for n in names if "non-private" in methods else ():
         behind = [i for i, row in enumerate(wanted, 1) if row[0] is parts[n] and row[2] == budgets[0]]
         wanted.insert(behind[-1] if behind else len(wanted), (parts[n], "non-private", None))

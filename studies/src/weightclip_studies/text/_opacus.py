@@ -37,7 +37,7 @@ def steps_of_opacus(
              "generator": generator}  # fmt: skip
     loss: nn.Module | DPLossFastGradientClipping = nn.CrossEntropyLoss()
     if ghost:
-        wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=settings.clip)
+        wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=settings.clip)  # type: ignore[arg-type]
         private = DPOptimizerFastGradientClipping(optimizer, **noise)
         loss = DPLossFastGradientClipping(wrapped, private, loss)
     else:
@@ -51,7 +51,7 @@ def steps_of_opacus(
                 private.zero_grad()
                 loss(wrapped(a), b).backward()
                 for p in () if ghost else private.params:  # half precision under autocast: norms and sums need more
-                    p.grad_sample = p.grad_sample.float()
+                    p.grad_sample = p.grad_sample.float()  # type: ignore[attr-defined]
                 with torch.autocast(x.device.type, enabled=False):
                     private.step()
             yield done

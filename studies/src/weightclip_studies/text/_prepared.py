@@ -84,9 +84,10 @@ def prepare(folder: Path, encoder: TextEncoder, data: Mapping[str, Sentences], f
         save_encoder(folder / _ENCODER, encoder.network, torch.from_numpy(used), LONGEST)
         rows = {name: np.searchsorted(used, found).astype(np.uint16) for name, found in ids.items()}
         labels = {f"{name}-labels": part.labels.astype(np.uint8) for name, part in data.items()}
-        np.savez_compressed(folder / _TOKENS, **rows, **labels)
+        np.savez_compressed(folder / _TOKENS, **rows, **labels)  # type: ignore[arg-type]
     if features and not (folder / _FEATURES).exists():
-        np.savez(folder / _FEATURES, **{name: encoder.features(part.texts) for name, part in data.items()})
+        found = {name: encoder.features(part.texts) for name, part in data.items()}
+        np.savez(folder / _FEATURES, **found)  # type: ignore[arg-type]
     return Prepared(folder)
 
 
