@@ -54,6 +54,13 @@ def data(encoder, tmp_path) -> Prepared:
     return prepare(tmp_path / "prepared", encoder, parts)
 
 
+@pytest.mark.parametrize("method", ["cap", "opacus", "non-private"])
+def test_every_method_trains_in_half_precision(data, method):
+    """autocast keeps its casts of weights: a loop that stayed inside one context would never train."""
+    settings = Settings(method, 0.02, clip=1.0, batch=64, epochs=8, averaging=0.5)
+    assert trained(data, Lora(rank=2), settings, precision=torch.bfloat16) > 0.9
+
+
 def sentences(n: int, seed: int) -> Sentences:
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, 2, n)

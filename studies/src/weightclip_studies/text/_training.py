@@ -89,12 +89,13 @@ class Run:
         optimizer = torch.optim.Adam([p for p in self.model.parameters() if p.requires_grad], lr=settings.rate)
         runs = {"opacus": self._opacus, "non-private": self._plain}
         made = runs.get(settings.method, self._engine)(optimizer)
-        with self._autocast():
-            for done in made:
-                average.update()
-                yield done
-                for group in optimizer.param_groups:
-                    group["lr"] = settings.rate * max(0.1, 1 - 0.9 * done / total)
+        while True:
+            with self._autocast():  # one for each step: autocast keeps its casts of weights until it is left
+                done = next(made)
+            average.update()
+            yield done
+            for group in optimizer.param_groups:
+                group["lr"] = settings.rate * max(0.1, 1 - 0.9 * done / total)
 
     def _autocast(self) -> torch.autocast:
         on = self.precision is not None
