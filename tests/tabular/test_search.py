@@ -12,10 +12,11 @@ from weightclip.accounting import _accounting as accounting
 from weightclip.errors import WeightclipError
 from weightclip.noise._streams import Streams
 from weightclip.tabular import _search
+from weightclip.tabular._board import best_of_random_runs
 from weightclip.tabular._columns import Column
 from weightclip.tabular._plan import FitPlan, PrivateScaling
 from weightclip.tabular._report import mechanisms_of, recompute
-from weightclip.tabular._search import VALIDATION, SearchPlan, Task, best_of_random_runs, search
+from weightclip.tabular._search import VALIDATION, SearchPlan, Task, search
 from weightclip.tabular._table import Table
 
 COLUMNS = (Column("a", "numeric", -4.0, 4.0), Column("b", "numeric", -4.0, 4.0))
@@ -86,7 +87,7 @@ def watched(patch: pytest.MonkeyPatch, work: Task, how: SearchPlan) -> list[tupl
         return fit(self, inner)
 
     patch.setattr(Task, "fit", spy)
-    patch.setattr(_search, "_run_epsilon", lambda *_: 1.0)
+    patch.setattr(_search, "run_epsilon", lambda *_: 1.0)
     search(work, how)
     return fits
 
@@ -146,7 +147,7 @@ def test_unsound_searches_are_found(leak, monkeypatch):
 def noise_of_a_score(patch: pytest.MonkeyPatch, score: float) -> float:
     """What one seeded search adds to a run's score before it shows it."""
     with patch.context() as inner:
-        inner.setattr(_search, "_run_epsilon", lambda *_: 1.0)
+        inner.setattr(_search, "run_epsilon", lambda *_: 1.0)
         inner.setattr(Task, "score", lambda self, model: score)
         return VALIDATION * 1500 * search(task(), plan(mean_runs=1.0001))[1]["search"]["score"] - score
 
@@ -159,7 +160,7 @@ def test_noise_of_a_score_belongs_to_the_score_it_is_added_to(monkeypatch):
 
 def test_a_run_that_releases_more_is_stopped(monkeypatch):
     several(monkeypatch)
-    monkeypatch.setattr(_search, "_run_epsilon", lambda *_: 1.0)
+    monkeypatch.setattr(_search, "run_epsilon", lambda *_: 1.0)
     monkeypatch.setattr(_search, "_candidate", lambda rng: {"batch_fraction": 0.5})
     with pytest.raises(WeightclipError, match="than was paid for"):
         search(task(), plan())

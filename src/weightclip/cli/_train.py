@@ -148,8 +148,7 @@ def train(
                     warnings.warn(
                         f"{len(loaded.classes)} classes share one budget: expect little accuracy.", stacklevel=1
                     )
-                codes = _codes(loaded.target, len(loaded.classes))
-                model, report, _ = fit_classifier(loaded.table, codes, loaded.classes, target, plan)
+                model, report, _ = fit_classifier(loaded.table, loaded.codes(), loaded.classes, target, plan)
         pipeline = model.pipeline()
         if isinstance(source, TextFile):
             pipeline["text"] = source.described()
@@ -255,13 +254,6 @@ def _widths(text: str) -> tuple[int, ...]:
     if min(widths) < 1 or max(widths) > 1 << 16 or len(widths) > 64:
         raise WeightclipError(f"--hidden must be widths like 16 or 32,16, or none; got {text!r}.")
     return widths
-
-
-def _codes(target, classes: int):
-    import numpy as np
-
-    missing = 2 if classes == 2 else -1  # contributes nothing
-    return np.where(np.isnan(target), missing, target).astype(np.int64)
 
 
 def _types(loaded) -> Grid:

@@ -86,10 +86,11 @@ def _report(path: Path, delta: float | None, accountant: str | None) -> dict[str
         check_format(report)
         mechanisms, relation = mechanisms_of(report), Adjacency[report["adjacency"]]
         stated, by = float(report["delta"]), accountant or str(report["accountant"])
-        draws = sum(m.steps for m in mechanisms)  # each costs TAIL of delta: SOUNDNESS Theorem 27
+        draws = sum(m.steps for m in mechanisms)
         if "preprocessing" in report:
             raise WeightclipError(f"{path} is the report of an estimator: verify the model folder it belongs to.")
-        found = epsilon(mechanisms, stated - draws * TAIL, report["accountant"], relation)
+        search = report.get("search")
+        found = _total(report, mechanisms, stated, report["accountant"])
         for m, entry in zip(mechanisms, report["mechanisms"], strict=True):
             alone = epsilon([m], stated - m.steps * TAIL, report["accountant"], relation)
             _agree(path, entry["epsilon"], alone, stated)
@@ -99,10 +100,11 @@ def _report(path: Path, delta: float | None, accountant: str | None) -> dict[str
             f"{path} is no complete privacy report ({type(error).__name__}: {error}): write engine.report(delta) to it."
         ) from error
     _agree(path, claimed, found, stated)
-    if listed != draws:
+    if listed != draws and (search is None or listed > draws):  # runs of a search count as if they made all steps
         raise WeightclipError(f"{path} speaks of {listed} steps, but its mechanisms list {draws}.")
     at = stated if delta is None else delta
-    value = epsilon(mechanisms, at - draws * TAIL, by, relation)
+    by = by if search is None else "rdp"
+    value = _total(report, mechanisms, at, by)
     return {
         "kind": "report", "ok": True, "epsilon": _number(value), "delta": at, "accountant": by,
         "adjacency": relation.value, "charges": draws, "claimed": report["epsilon"], "claimed_delta": stated,
@@ -111,13 +113,32 @@ def _report(path: Path, delta: float | None, accountant: str | None) -> dict[str
     }  # fmt: skip
 
 
+def _total(report: dict[str, Any], mechanisms: Sequence[Mechanism], delta: float, accountant: str) -> float:
+    """Epsilon of everything an engine's report lists; of the whole search where there was one."""
+    from weightclip.accounting import Adjacency, epsilon
+    from weightclip.sampling import TAIL
+    from weightclip.tabular import searched_epsilon
+
+    if (search := report.get("search")) is not None:
+        return searched_epsilon(mechanisms, delta, float(search["mean_runs"]), float(report["target_epsilon"]))
+    draws = sum(m.steps for m in mechanisms)  # each costs TAIL of delta: SOUNDNESS Theorem 27
+    return epsilon(mechanisms, delta - draws * TAIL, accountant, Adjacency[report["adjacency"]])
+
+
 def _model(path: Path, delta: float | None, accountant: str | None) -> dict[str, Any]:
     from weightclip.accounting import epsilon
+    from weightclip.search import network_card
     from weightclip.tabular import folder as _folder
     from weightclip.tabular import mechanisms_of, model_card, recompute
 
     if (path / "ledger.json").is_file() and not (path / _folder.CHECKSUMS).is_file():
         raise WeightclipError(f"{path} is a checkpoint of an engine: verify the ledger of its run instead.")
+    if _folder.is_network(path):
+        report = _folder.check_network(path)
+        found = _report(path / _folder.PRIVACY, delta, accountant)
+        if network_card(report).encode() != (path / _folder.CARD).read_bytes():
+            raise WeightclipError(f"model {path}: its card does not say what its report says.")
+        return {**found, "kind": "model", "summary": f"files unchanged; {found['summary']}"}
     _, pipeline, report = _folder.load(path)
     if "format" not in report:
         raise WeightclipError(f"model {path} was written by version 0.1, whose card is unknown here: use that version.")

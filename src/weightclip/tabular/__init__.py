@@ -5,6 +5,11 @@ Used by `audit` and the command line.
 
 from __future__ import annotations
 
+from weightclip.tabular._board import Board as Board
+from weightclip.tabular._board import Drawn as Drawn
+from weightclip.tabular._board import OneProcess as OneProcess
+from weightclip.tabular._board import best_of_random_runs as best_of_random_runs
+from weightclip.tabular._board import take_part as take_part
 from weightclip.tabular._calibrate import calibrate as calibrate
 from weightclip.tabular._card import model_card as model_card
 from weightclip.tabular._checks import check_budget as check_budget
@@ -13,6 +18,7 @@ from weightclip.tabular._classifier import LipDPClassifier as LipDPClassifier
 from weightclip.tabular._columns import Column as Column
 from weightclip.tabular._columns import Schema as Schema
 from weightclip.tabular._columns import canonical as canonical
+from weightclip.tabular._door import Door as Door
 from weightclip.tabular._encoder import Encoder as Encoder
 from weightclip.tabular._encoder import Fitted as Fitted
 from weightclip.tabular._fit import fit_classifier as fit_classifier
@@ -28,6 +34,7 @@ from weightclip.tabular._plan import NonPrivateScaling as NonPrivateScaling
 from weightclip.tabular._plan import Preprocessing as Preprocessing
 from weightclip.tabular._plan import PrivateScaling as PrivateScaling
 from weightclip.tabular._plan import PublicScaling as PublicScaling
+from weightclip.tabular._private import release as release
 from weightclip.tabular._regressor import LipDPRegressor as LipDPRegressor
 from weightclip.tabular._report import mechanisms_of as mechanisms_of
 from weightclip.tabular._report import recompute as recompute
@@ -35,7 +42,8 @@ from weightclip.tabular._report import searched_epsilon as searched_epsilon
 from weightclip.tabular._resume import Checkpoint as Checkpoint
 from weightclip.tabular._search import SearchPlan as SearchPlan
 from weightclip.tabular._search import Task as Task
-from weightclip.tabular._search import best_of_random_runs as best_of_random_runs
+from weightclip.tabular._search import run_epsilon as run_epsilon
+from weightclip.tabular._search import run_of as run_of
 from weightclip.tabular._search import search as search
 from weightclip.tabular._table import Table as Table
 from weightclip.tabular._table import frame_columns as frame_columns

@@ -1,22 +1,17 @@
-"""A search for settings that pays for itself: a random number of runs, of which the best alone is released.
-
-Choosing the best of several runs tells of the records, too. Papernot and Steinke (2022) bound what that costs if the
-number of runs is drawn from a law fixed beforehand, every run tries a candidate drawn at random, and nothing of a run
-that did not win is shown.
-"""
+"""A search for settings of a table's model: a run is a private fit and a noisy score, `_board` chooses among runs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from weightclip.accounting import Mechanism
 from weightclip.errors import WeightclipError
 from weightclip.noise import Streams
+from weightclip.tabular._board import Board, Drawn, OneProcess, Run, take_part
 from weightclip.tabular._door import Door
 from weightclip.tabular._fit import fit_classifier, fit_regressor
 from weightclip.tabular._model import Model
@@ -24,8 +19,6 @@ from weightclip.tabular._plan import FitPlan
 from weightclip.tabular._private import release
 from weightclip.tabular._report import mechanisms_of, searched_epsilon, searched_report
 from weightclip.tabular._table import BLOCK, Table
-
-T = TypeVar("T")
 
 VALIDATION = 0.2  # probability with which a record serves to compare runs, not to train them
 _ONE = 2**30  # scores are kept in whole units of 1/_ONE
@@ -90,11 +83,13 @@ class SearchPlan:
         plan: FitPlan of a single fit; its epsilon and delta are those of the whole search.
         mean_runs: Mean of the geometric number of runs.
         score_sigma: Standard deviation of the noise on a run's score, in records.
+        run_epsilon: Epsilon of one run, where it was found before (`run_epsilon`); None: it is found.
     """
 
     plan: FitPlan
     mean_runs: float = 10.0
     score_sigma: float = 10.0
+    run_epsilon: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 < self.mean_runs <= 1e4:
@@ -103,33 +98,13 @@ class SearchPlan:
             raise WeightclipError(f"the noise of the score must be a positive number, got {self.score_sigma:g}.")
 
 
-def best_of_random_runs(
-    run: Callable[[Streams, np.random.Generator], tuple[float, T]], mean_runs: float, root: Streams
-) -> tuple[float, T]:
-    """Run a geometric number of times and return the run of the highest (private) score; the others are forgotten.
+def search(task: Task, how: SearchPlan, board: Board | None = None) -> tuple[Model, dict[str, Any]]:
+    """The best of a random number of random candidates: its model, and a report of what the whole search cost.
 
     Args:
-        run: One private run from its own streams; it draws its candidate with the generator, independently of the
-            records, and returns its noisy score and what it releases.
-        mean_runs: Mean number of runs, at least one of which happens.
-        root: Randomness of all runs; each gets streams of its own.
-
-    Formal guarantees:
-        The result costs `accounting.search_cost` of one run's mechanisms with ``NegativeBinomialRuns(mean_runs, 1)``,
-        as long as nobody learns the number of runs or anything of a run that did not win.
-    """
-    rng = root.numpy("tune/search")
-    best: tuple[float, T] | None = None
-    for i in range(int(rng.geometric(1 / mean_runs))):  # mean 1/p, at least one
-        found = run(root.child("tune/run", i), rng)
-        if best is None or found[0] > best[0]:
-            best = found
-    assert best is not None
-    return best
-
-
-def search(task: Task, how: SearchPlan) -> tuple[Model, dict[str, Any]]:
-    """The best of a random number of random candidates: its model, and a report of what the whole search cost.
+        task: The records.
+        how: What is fixed beforehand.
+        board: Who does which run, where several processes share them; None: this one does all.
 
     Formal guarantees:
         Model and report are (report epsilon, delta)-DP under adding or removing one record, given the number of
@@ -138,24 +113,32 @@ def search(task: Task, how: SearchPlan) -> tuple[Model, dict[str, Any]]:
         follow from public numbers, are the same for every candidate, and are computed on a made-up record; a
         run that released anything else would raise. Time is not covered: it tells of the number of runs.
     """
-    whole = how.plan
-    n = whole.records or len(task.table)
-    inner = replace(whole, records=max(1, round((1 - VALIDATION) * n)), progress=None)
-    inner = replace(inner, epsilon=_run_epsilon(task, how, inner))
+    how = replace(how, run_epsilon=run_epsilon(task, how))
+    board = OneProcess(Drawn.draw(how.plan.streams, how.mean_runs)) if board is None else board
+    take_part(run_of(task, how, board.drawn), how.plan.streams, board)
+    score, (model, report) = board.best()
+    n = how.plan.records or len(task.table)
+    share = min(1.0, max(0.0, score / max(1.0, VALIDATION * n)))
+    released = [*mechanisms_of(report), _count(how)]
+    return model, searched_report(report, released, how.mean_runs, how.plan.epsilon, n, share)
+
+
+def run_of(task: Task, how: SearchPlan, drawn: Drawn) -> Run[tuple[Model, dict[str, Any]]]:
+    """One run of a search of this task, for `take_part`."""
+    inner = _inner(task, how)
     agreed = [replace(m, label="") for m in _mechanisms(task, inner)]
-    coins = whole.streams.numpy("tune/split").uniform(size=len(task.table))
+    coins = drawn.coins(len(task.table))
     training, validation = task.rows(coins >= VALIDATION), task.rows(coins < VALIDATION)
 
     def run(streams: Streams, rng: np.random.Generator) -> tuple[float, tuple[Model, dict[str, Any]]]:
-        model, report = training.fit(replace(inner, chosen={**_candidate(rng), **whole.chosen}, streams=streams))
+        chosen = {**_candidate(rng), **how.plan.chosen}
+        model, report = training.fit(replace(inner, chosen=chosen, streams=streams))
         if [replace(m, label="") for m in mechanisms_of(report)] != agreed:  # labels count released features
             raise WeightclipError("a run released something else than was paid for; this is a bug, please report it.")
         score = release(np.array([validation.score(model)]), 1, how.score_sigma, Door(streams), "tune/score")
         return float(score[0]), (model, report)
 
-    score, (model, report) = best_of_random_runs(run, how.mean_runs, whole.streams)
-    share = min(1.0, max(0.0, score / max(1.0, VALIDATION * n)))
-    return model, searched_report(report, [*mechanisms_of(report), _count(how)], how.mean_runs, whole.epsilon, n, share)
+    return run
 
 
 def _candidate(rng: np.random.Generator) -> dict[str, Any]:
@@ -175,9 +158,18 @@ def _mechanisms(task: Task, plan: FitPlan) -> list[Mechanism]:
     return mechanisms_of(nobody.fit(replace(plan, streams=Streams.seeded(0)))[1])
 
 
-def _run_epsilon(task: Task, how: SearchPlan, plan: FitPlan) -> float:
+def _inner(task: Task, how: SearchPlan) -> FitPlan:
+    """The plan of one run."""
+    n = how.plan.records or len(task.table)
+    inner = replace(how.plan, records=max(1, round((1 - VALIDATION) * n)), progress=None)
+    return inner if how.run_epsilon is None else replace(inner, epsilon=how.run_epsilon)
+
+
+def run_epsilon(task: Task, how: SearchPlan) -> float:
     """An epsilon of one run at which the whole search costs the target, or up to two percent less."""
-    target, delta = how.plan.epsilon, how.plan.delta
+    if how.run_epsilon is not None:
+        return how.run_epsilon
+    target, delta, plan = how.plan.epsilon, how.plan.delta, _inner(task, how)
 
     def total(epsilon: float) -> float:
         mechanisms = [*_mechanisms(task, replace(plan, epsilon=epsilon)), _count(how)]

@@ -254,6 +254,11 @@ class Loaded:
     classes: tuple[str, ...]
     inferred: tuple[str, ...]
 
+    def codes(self) -> np.ndarray:
+        """Codes of the classes; a missing label gets one that contributes nothing."""
+        missing = 2 if len(self.classes) == 2 else -1
+        return np.where(np.isnan(self.target), missing, self.target).astype(np.int64)
+
 
 def load(file: Source, target: str, schema: Schema, regression: bool = False) -> Loaded:
     """Read a file for training, in blocks; types that neither the schema nor the file declares are inferred.

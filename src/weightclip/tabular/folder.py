@@ -48,20 +48,41 @@ def save(
     Raises:
         WeightclipError: The folder exists, is no model folder, or cannot be written.
     """
+    pipeline = {"format": FORMAT, **pipeline}
+    contents = {
+        WEIGHTS: safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in weights.items()}),
+        PIPELINE: _dump(pipeline),
+        PRIVACY: _dump(report),
+        CARD: model_card(pipeline, report).encode(),
+    }
+    return write(folder, contents, overwrite=overwrite)
+
+
+def save_network(
+    folder: str | Path, weights: bytes, report: dict[str, Any], card: str, *, overwrite: bool = False
+) -> Path:
+    """Write the folder of a network that is the user's own: as `save`, without a pipeline.
+
+    Args:
+        folder: Where to.
+        weights: A safetensors file.
+        report: The privacy report.
+        card: The model card.
+        overwrite: Whether an older model folder of this name may be replaced.
+    """
+    return write(folder, {WEIGHTS: weights, PRIVACY: _dump(report), CARD: card.encode()}, overwrite=overwrite)
+
+
+def write(folder: str | Path, contents: dict[str, bytes], *, overwrite: bool) -> Path:
+    """Write files and their checksums; see `save`."""
     check_place(folder, overwrite)
     folder = Path(os.path.abspath(folder))
     temporary: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        pipeline = {"format": FORMAT, **pipeline}
-        contents = {
-            WEIGHTS: safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in weights.items()}),
-            PIPELINE: _dump(pipeline),
-            PRIVACY: _dump(report),
-            CARD: model_card(pipeline, report).encode(),
-        }
-        contents[CHECKSUMS] = _dump({name: hashlib.sha256(data).hexdigest() for name, data in contents.items()})
+        sums = _dump({name: hashlib.sha256(data).hexdigest() for name, data in contents.items()})
+        contents = {**contents, CHECKSUMS: sums}
         for name, data in contents.items():
             with (temporary / name).open("wb") as file:
                 file.write(data)
@@ -136,6 +157,23 @@ def load(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], dic
     check_pipeline(pipeline, weights, f"model {folder}: {PIPELINE}")
     check_report(report, f"model {folder}: {PRIVACY}")
     return weights, pipeline, report
+
+
+def is_network(folder: str | Path) -> bool:
+    """Whether a folder says that `save_network` wrote it."""
+    place = _swap.standing(Path(folder))
+    return (place / CHECKSUMS).is_file() and PIPELINE not in _parse(place, CHECKSUMS, _read(place, place, CHECKSUMS))
+
+
+def check_network(folder: str | Path) -> dict[str, Any]:
+    """The privacy report of a folder that `save_network` wrote, after checking every file."""
+    folder = Path(folder)
+    place = _swap.standing(folder)
+    expected = _parse(folder, CHECKSUMS, _read(folder, place, CHECKSUMS))
+    for name in (WEIGHTS, PRIVACY, CARD):
+        if hashlib.sha256(_read(folder, place, name)).hexdigest() != expected.get(name):
+            raise WeightclipError(f"model {folder}: {name} was changed after training (its checksum does not match).")
+    return _parse(folder, PRIVACY, _read(folder, place, PRIVACY))
 
 
 def _read(folder: Path, place: Path, name: str) -> bytes:

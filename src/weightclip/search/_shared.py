@@ -1,0 +1,131 @@
+"""One search in several processes: the first begins or joins it, the others help, the first takes the winner."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from weightclip.errors import WeightclipError
+from weightclip.noise import Streams
+from weightclip.search._storage import Agreed, Place, SharedBoard
+from weightclip.tabular import Drawn, take_part
+
+
+class Work(Protocol):
+    """What is searched for; it is sent to other processes, and reads the records there by itself."""
+
+    @property
+    def seed(self) -> int | None:
+        """Of repeatable searches; None: randomness of the operating system."""
+        ...
+
+    @property
+    def mean_runs(self) -> float:
+        """Mean of the geometric number of runs."""
+        ...
+
+    def settings(self) -> str:
+        """Everything public that decides about a run, and a digest of the records."""
+        ...
+
+    def cost(self) -> float:
+        """Noise of one run, at which the whole search costs its target."""
+        ...
+
+    def run(self, agreed: Agreed) -> Callable[..., tuple[float, Any]]:
+        """One run."""
+        ...
+
+    def encode(self, result: Any) -> Any:
+        """What a run releases, as JSON-ready values."""
+        ...
+
+    def decode(self, stored: Any) -> Any:
+        """The same, back."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shared:
+    """How a search is shared.
+
+    Attributes:
+        place: Where it is kept.
+        workers: Processes of this machine that take part.
+        resume: Whether to go on with (or help in) a search that was begun; else one is begun.
+    """
+
+    place: Place
+    workers: int = 1
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= 1024:
+            raise WeightclipError(f"--workers must lie between 1 and 1024, got {self.workers}.")
+        if not self.resume:
+            self.place.refuse_begun()
+
+
+@contextlib.contextmanager
+def shared_search(work: Work, how: Shared) -> Iterator[SharedBoard]:
+    """A board for ``work.search(board)``, with helpers at it; deleted when the block, which keeps the winner, ends.
+
+    Formal guarantees:
+        Those of `SharedBoard`. Noise of a run comes from streams of the process that does it, whose root is written
+        nowhere; of a seeded search, from the seed and the run's number.
+    """
+    board = SharedBoard(how.place, work.encode, work.decode)
+    if how.resume:
+        board.join(work.settings())
+    else:
+        board.begin(Agreed(work.settings(), Drawn.draw(streams(work.seed), work.mean_runs), work.cost()))
+    context = multiprocessing.get_context("spawn")  # forked processes would share torch's threads and generators
+    helpers = [context.Process(target=_help, args=(work, how), daemon=True) for _ in range(how.workers - 1)]
+    try:
+        for helper in helpers:
+            helper.start()
+        yield board
+    except BaseException:
+        board.close()
+        raise
+    finally:
+        for helper in helpers:
+            if helper.pid is not None:
+                helper.terminate()
+                helper.join()
+    board.erase()
+
+
+def streams(seed: int | None) -> Streams:
+    """Randomness of one process."""
+    return Streams.secure() if seed is None else Streams.seeded(seed)
+
+
+def _help(work: Work, how: Shared) -> None:
+    """Runs in a process of its own, until no run is left; what it would print is nobody's business."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the first process ends the others
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // how.workers))
+    board = SharedBoard(how.place, work.encode, work.decode)
+    board.join(work.settings())
+    try:
+        take_part(work.run(board.agreed), streams(work.seed), _Hurried(board))
+    finally:
+        board.close()
+
+
+class _Hurried:
+    """The board as a helper sees it: what others have begun and left is the first process's to do again."""
+
+    def __init__(self, board: SharedBoard) -> None:
+        self.drawn, self.put, self.best = board.drawn, board.put, board.best
+        self.runs = lambda: board.runs(patient=False)

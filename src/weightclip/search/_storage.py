@@ -1,0 +1,389 @@
+"""The board of a search that several processes share: an Optuna storage, in an SQLite file or on a database server.
+
+It holds what nobody may see before the search is over: how many runs there are, and the noisy scores of all of them.
+So the file is its owner's alone, and everything is deleted when the winner is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import secrets
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from weightclip.errors import WeightclipError
+from weightclip.tabular import Drawn
+
+_SQLITE = "sqlite:///"
+_BEAT = 5.0  # seconds between two signs of life of a run that is under way
+_PATIENCE = 120.0  # seconds without one after which another process does the run again
+_POLL = 0.2
+_PLAN = "plan"
+
+
+class SearchOver(WeightclipError):
+    """Another process has ended the search that this one takes part in, and has deleted its storage."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a search is kept.
+
+    Attributes:
+        url: SQLAlchemy URL of the storage.
+        name: Name of the search in it.
+    """
+
+    url: str
+    name: str
+
+    def refuse_begun(self) -> None:
+        """Say early that a file is there already; a server is asked when the search begins."""
+        if self.file is not None and os.path.lexists(self.file):
+            raise WeightclipError(_begun(self))
+
+    @classmethod
+    def of(cls, storage: str | None, out: Path) -> Place:
+        """From ``--storage`` (a URL, or the path of an SQLite file; None: a file beside the model)."""
+        out = Path(os.path.abspath(out))
+        if storage is not None and "://" in storage:
+            return cls(storage, f"weightclip/{out.name}")
+        file = out.with_name(out.name + ".search") if storage is None else Path(os.path.abspath(storage))
+        return cls(_SQLITE + str(file), f"weightclip/{out.name}")
+
+    @property
+    def file(self) -> Path | None:
+        """The SQLite file; None on a server."""
+        return Path(self.url.removeprefix(_SQLITE)) if self.url.startswith(_SQLITE) else None
+
+    def __str__(self) -> str:
+        """For people; without the password that a URL may hold."""
+        return str(self.file or self.url.split("://")[0] + "://...")
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all processes of a search must have in common.
+
+    Attributes:
+        settings: Everything public that decides about a run, as text.
+        drawn: What was drawn before the first run.
+        cost: Noise of one run, found once: its epsilon, or its noise multiplier.
+    """
+
+    settings: str
+    drawn: Drawn
+    cost: float
+
+    def to_json(self) -> dict[str, Any]:
+        """For the storage."""
+        return {"settings": _digest(self.settings), "cost": self.cost, "split": self.drawn.split.hex(),
+                "candidates": [key.hex() for key in self.drawn.candidates]}  # fmt: skip
+
+
+class SharedBoard:
+    """Runs of one search, given out to all processes on one storage; as an Optuna storage keeps them.
+
+    Args:
+        place: Where the search is kept.
+        encode, decode: A result as JSON-ready values, and back.
+
+    Formal guarantees:
+        The number of runs, their candidates and the split are drawn once, by :meth:`begin`, and stored before the first
+        run; whoever takes part later reads them. Only these runs are given out, whoever asks: the law of their number,
+        which the cost is computed from, is that of the whole search, not of each process. A run whose process died is
+        done again, with fresh noise; no score of the lost attempt was kept, so the repeated run has the law of the
+        first. Where two attempts at one run end, score and result of one of them count, chosen by who came first. The
+        winner is a function of what is stored when all runs are done: asked twice, it is the same.
+    """
+
+    def __init__(self, place: Place, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
+        self.place, self._encode, self._decode = place, encode, decode
+        self._optuna = _optuna()
+        self._mine: dict[int, int] = {}  # run -> attempt
+        self._parent = os.getppid()
+        self._agreed: Agreed | None = None
+
+    # -- begin, join, end ------------------------------------------------------------------------------------------
+
+    def begin(self, agreed: Agreed) -> None:
+        """Start a search; refused where one of this name is there."""
+        with _one_line(self.place):
+            if (file := self.place.file) is not None:
+                _make_private_file(file, self.place)
+            self._open()
+            directions = [self._optuna.study.StudyDirection.MAXIMIZE] * 2  # a score, and the number of its attempt
+            try:
+                self._study = self._storage.create_new_study(directions, self.place.name)
+            except self._optuna.exceptions.DuplicatedStudyError:
+                raise WeightclipError(_begun(self.place)) from None
+            self._storage.set_study_user_attr(self._study, _PLAN, agreed.to_json())
+        self._agreed = agreed
+        self._list_runs()
+
+    def join(self, settings: str, wait: float = 5.0) -> None:
+        """Take part in a search that was begun, perhaps long ago."""
+        with _one_line(self.place):
+            if (file := self.place.file) is not None:
+                _check_private_file(file, self.place)
+            self._open()
+            try:
+                self._study = self._storage.get_study_id_from_name(self.place.name)
+            except KeyError:
+                raise WeightclipError(_nothing(self.place)) from None
+            until = time.monotonic() + wait
+            while (plan := self._storage.get_study_user_attrs(self._study).get(_PLAN)) is None:
+                if time.monotonic() > until:
+                    self.erase()
+                    raise WeightclipError(
+                        f"the search in {self.place} was interrupted before its first run: start it without --resume."
+                    )
+                time.sleep(_POLL)
+        if plan["settings"] != _digest(settings):
+            raise WeightclipError(
+                f"the search in {self.place} was begun with other options or on another table: repeat them."
+            )
+        keys = tuple(bytes.fromhex(key) for key in plan["candidates"])
+        self._agreed = Agreed(settings, Drawn(bytes.fromhex(plan["split"]), keys), plan["cost"])
+        self._list_runs()
+
+    def erase(self) -> None:
+        """Delete everything that was stored: what is in it is as private as the records."""
+        with _one_line(self.place):
+            if (file := self.place.file) is None:
+                with contextlib.suppress(KeyError):
+                    self._storage.delete_study(self._study)
+            self.close()
+            if file is not None:
+                for ending in ("", "-journal", "-wal", "-shm"):
+                    file.with_name(file.name + ending).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Leave the storage as it is."""
+        self._storage.remove_session()
+        self._storage.engine.dispose()
+
+    # -- the board -------------------------------------------------------------------------------------------------
+
+    @property
+    def agreed(self) -> Agreed:
+        """What all processes of the search have in common."""
+        assert self._agreed is not None, "begin or join first"
+        return self._agreed
+
+    @property
+    def drawn(self) -> Drawn:
+        """What was drawn before the first run."""
+        return self.agreed.drawn
+
+    def runs(self, patient: bool = True) -> Iterator[int]:
+        """Runs nobody else does; then, if patient, waits for those of others and does the ones they have left."""
+        watch = _Watch()
+        while True:
+            with self._guarded():
+                trials = self._trials()
+                number = self._claim(trials, watch if patient else None)
+            if number is not None:
+                with self._beating(number, alone=patient):
+                    yield number
+            elif not patient or all(t.state.is_finished() for t in trials):
+                return
+            else:
+                time.sleep(_POLL)
+
+    def put(self, number: int, score: float, result: Any) -> None:
+        """Keep what came of a run; the result only where it can still win."""
+        state, attempt, coded = self._optuna.trial.TrialState.COMPLETE, self._mine.pop(number), self._encode(result)
+        with self._guarded():
+            best = max((t.values[0] for t in self._trials() if t.state.is_finished()), default=-float("inf"))
+            if score >= best:
+                self._storage.set_study_user_attr(self._study, _result(number, attempt), coded)
+            with contextlib.suppress(self._optuna.exceptions.UpdateFinishedTrialError):  # another attempt came first
+                self._storage.set_trial_state_values(self._id(number), state, [score, float(attempt)])
+
+    def best(self) -> tuple[float, Any]:
+        """Score and result of the run that won; of equal ones the first."""
+        with self._guarded():
+            trials = self._trials()
+            assert all(t.state.is_finished() for t in trials), "not all runs are done"
+            won = max(trials, key=lambda t: (t.values[0], -t.number))
+            stored = self._storage.get_study_user_attrs(self._study)[_result(won.number, int(won.values[1]))]
+        return float(won.values[0]), self._decode(stored)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        url, arguments = self.place.url, {"pool_pre_ping": True}
+        if (file := self.place.file) is not None:  # mode=rw: a file that was deleted is not made again
+            url, arguments = f"{_SQLITE}file:{quote(str(file))}?mode=rw&uri=true", {"connect_args": {"timeout": 60}}
+        self._storage = self._optuna.storages.RDBStorage(url, engine_kwargs=arguments)
+
+    def _list_runs(self) -> None:
+        """As many trials as runs were drawn; whoever made them was perhaps killed half-way."""
+        waiting = self._optuna.trial.create_trial(state=self._optuna.trial.TrialState.WAITING)
+        with self._guarded():
+            for _ in range(self._storage.get_n_trials(self._study), len(self.drawn.candidates)):
+                self._storage.create_new_trial(self._study, waiting)
+
+    def _trials(self) -> list[Any]:
+        """Those of the runs that were drawn: of two processes that listed them at once, both may have added some."""
+        count = len(self.drawn.candidates)
+        trials = [t for t in self._storage.get_all_trials(self._study, deepcopy=False) if t.number < count]
+        if len(trials) < count:
+            raise SearchOver(f"the search in {self.place} is over: another process has ended it and written its model.")
+        return trials
+
+    def _claim(self, trials: list[Any], watch: _Watch | None) -> int | None:
+        states, attempt = self._optuna.trial.TrialState, secrets.randbits(48)
+        for trial in trials:
+            free = trial.state == states.WAITING
+            if free:
+                free = self._storage.set_trial_state_values(self._id(trial.number), states.RUNNING)
+            elif not trial.state.is_finished() and watch is not None:
+                free = watch.is_dead(trial.number, trial.user_attrs)
+            if free:
+                with contextlib.suppress(self._optuna.exceptions.UpdateFinishedTrialError):
+                    self._storage.set_trial_user_attr(self._id(trial.number), "owner", _myself())
+                    self._mine[trial.number] = attempt
+                    return trial.number
+        return None
+
+    def _id(self, number: int) -> int:
+        return self._storage.get_trial_id_from_study_id_trial_number(self._study, number)
+
+    @contextlib.contextmanager
+    def _beating(self, number: int, alone: bool) -> Iterator[None]:
+        """Signs of life while a run is under way; a helper whose parent died ends itself."""
+        over, trial = threading.Event(), self._id(number)
+
+        def beat() -> None:
+            while not over.wait(_BEAT):
+                if not alone and os.getppid() != self._parent:
+                    os._exit(1)
+                with contextlib.suppress(Exception):  # the next one will tell
+                    self._storage.set_trial_user_attr(trial, "beat", secrets.token_hex(8))
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A storage that vanished means that the search is over."""
+        with _one_line(self.place):
+            file = self.place.file
+            if file is not None and not file.exists():
+                raise SearchOver(f"the search in {self.place} is over: its file was deleted.")
+            try:
+                yield
+            except KeyError as error:
+                raise SearchOver(
+                    f"the search in {self.place} is over: another process has ended it and written its model."
+                ) from error
+
+
+class _Watch:
+    """Whether the process of a run is alive, by its number on this machine, or by its signs of life."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Any, float]] = {}
+
+    def is_dead(self, number: int, attributes: dict[str, Any]) -> bool:
+        machine, _, process = attributes.get("owner", "").rpartition("/")
+        if process and machine == _myself().rpartition("/")[0] and int(process) != os.getpid():
+            try:
+                os.kill(int(process), 0)
+            except ProcessLookupError:
+                return True
+            except OSError:
+                pass
+        sign, now = (attributes.get("owner"), attributes.get("beat")), time.monotonic()
+        if self._seen.get(number, (None, 0.0))[0] != sign:
+            self._seen[number] = sign, now
+        return now - self._seen[number][1] > _PATIENCE
+
+
+def _myself() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()}/{boot}/{os.getpid()}"
+
+
+def _result(number: int, attempt: int) -> str:
+    return f"result/{number}/{attempt}"
+
+
+def _digest(settings: str) -> str:
+    return hashlib.sha256(settings.encode()).hexdigest()
+
+
+def _begun(place: Place) -> str:
+    where = f"remove {place}" if place.file is not None else f"delete the study {place.name!r} there"
+    return f"a search was begun in {place}: go on with --resume, or {where} (nothing of it was released)."
+
+
+def _nothing(place: Place) -> str:
+    return f"--resume: there is no search {place.name!r} in {place} (a search that ended has deleted its own)."
+
+
+def _make_private_file(file: Path, place: Place) -> None:
+    try:
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        raise WeightclipError(_begun(place)) from None
+
+
+def _check_private_file(file: Path, place: Place) -> None:
+    if not file.exists():
+        raise WeightclipError(_nothing(place))
+    mode = file.lstat().st_mode
+    if not stat.S_ISREG(mode):
+        raise WeightclipError(f"{place} is no plain file: name the file of a search.")
+    if mode & 0o077:
+        raise WeightclipError(f"{place} holds private scores, and others may read it: chmod 600 it first.")
+
+
+def _optuna() -> Any:
+    try:
+        optuna = importlib.import_module("optuna")
+    except ImportError as error:
+        raise WeightclipError(
+            "a search that is shared or resumed needs Optuna: pip install 'weightclip[search]'."
+        ) from error
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+@contextlib.contextmanager
+def _one_line(place: Place) -> Iterator[None]:
+    """Whatever a database can complain about, as one line without its URL."""
+    try:
+        yield
+    except ImportError as error:  # psycopg2, for instance
+        raise WeightclipError(f"--storage {place}: {error.name or error} is needed for it: pip install it.") from error
+    except Exception as error:
+        if type(error).__module__.startswith(("sqlalchemy", "optuna", "alembic", "sqlite3", "psycopg")):
+            raise WeightclipError(f"--storage {place}: the database refuses ({type(error).__name__}).") from error
+        raise
+
+
+def as_text(**settings: Any) -> str:
+    """Public settings as one text, to be compared."""
+    return json.dumps(settings, sort_keys=True, default=repr)
