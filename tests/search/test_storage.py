@@ -1,0 +1,134 @@
+"""The board that several processes share: kills (three in `make test`, fifty with WEIGHTCLIP_FULL=1), and refusals."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from tests import search_kit as kit
+
+from weightclip.errors import WeightclipError
+from weightclip.search import _storage
+from weightclip.search._storage import Place, SearchOver
+
+pytest.importorskip("optuna", reason="needs the extra 'search'")
+FULL = os.environ.get("WEIGHTCLIP_FULL") == "1"
+KILLS = 50 if FULL else 3
+needs_fork = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+
+
+class TestKills:
+    """Kills of one or both of two workers at random moments, until there were enough of them."""
+
+    pytestmark = needs_fork
+
+    def test_whoever_is_killed_no_run_is_lost_or_added(self, tmp_path):
+        rng, kills, searches = random.Random(0), 0, 0
+        while kills < KILLS:
+            folder = tmp_path / str(searches)
+            folder.mkdir()
+            log, runs = folder / "log", rng.randint(1, 8)
+            place, what = kit.begun(folder, runs)
+            for _ in range(min(rng.randint(1, 4), KILLS - kills)):
+                pids = [kit.worker(place, log, 0.2) for _ in range(2)]
+                victims = pids[: rng.randint(1, 2)]
+                kit.killed(victims, rng.uniform(0.0, 1.2))
+                for pid in set(pids) - set(victims):
+                    os.waitpid(pid, 0)
+                kills += len(victims)
+            kit.is_whole(kit.finish(place, log, what), log, what)
+            searches += 1
+
+
+def test_a_search_is_begun_once_and_resumed_with_the_same_options(tmp_path):
+    place, what = kit.begun(tmp_path, 1)
+    with pytest.raises(WeightclipError, match="go on with --resume"):
+        kit.board_at(place).begin(what)
+    with pytest.raises(WeightclipError, match="go on with --resume"):
+        place.refuse_begun()
+    with pytest.raises(WeightclipError, match="other options or on another table"):
+        kit.board_at(place).join("something else")
+    assert place.file is not None
+    place.file.chmod(0o644)
+    with pytest.raises(WeightclipError, match="others may read it"):
+        kit.board_at(place).join(kit.SETTINGS)
+
+
+def test_there_must_be_something_to_resume(tmp_path):
+    with pytest.raises(WeightclipError, match="there is no search"):
+        kit.board_at(Place.of(None, tmp_path / "model")).join(kit.SETTINGS)
+
+
+def test_a_search_that_was_killed_before_it_was_drawn_can_be_started_again(tmp_path):
+    place, what = Place.of(None, tmp_path / "model"), kit.agreed(1)
+    board = kit.board_at(place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_storage.Agreed, "to_json", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            board.begin(what)
+    board.close()
+    again = kit.board_at(place)
+    with pytest.raises(WeightclipError, match="without --resume"):
+        again.join(kit.SETTINGS, wait=0.0)
+    again.begin(what)
+    again.erase()
+
+
+def test_a_list_of_runs_that_was_cut_short_is_completed(tmp_path):
+    place, what, log = Place.of(None, tmp_path / "model"), kit.agreed(3), tmp_path / "log"
+    board = kit.board_at(place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_storage.SharedBoard, "_list_runs", lambda self: None)
+        board.begin(what)
+    board.close()
+    kit.is_whole(kit.finish(place, log, what), log, what)
+
+
+def test_who_comes_late_hears_that_the_search_is_over(tmp_path):
+    place, _ = kit.begun(tmp_path, 1)
+    late, last = kit.board_at(place), kit.board_at(place)
+    for board in (late, last):
+        board.join(kit.SETTINGS)
+    last.erase()
+    with pytest.raises(SearchOver, match="is over"):
+        next(late.runs())
+    late.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("nonsense://x", "the database refuses"), ("postgresql://user:hush@127.0.0.1:1/none", "--storage postgresql")],
+    ids=["an unknown kind", "nobody there"],
+)
+def test_a_database_that_cannot_be_reached_is_one_line_without_its_password(url, said, tmp_path):
+    with pytest.raises(WeightclipError, match=said) as caught:
+        kit.board_at(Place.of(url, tmp_path / "model")).begin(kit.agreed(1))
+    assert "hush" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif("WEIGHTCLIP_POSTGRES" not in os.environ, reason="WEIGHTCLIP_POSTGRES names no server")
+class TestPostgres:
+    """On a server of one's own: WEIGHTCLIP_POSTGRES=postgresql+psycopg2://user:password@host/database."""
+
+    pytestmark = needs_fork
+
+    def test_two_workers_and_a_kill(self, tmp_path):
+        place, what, log = Place.of(os.environ["WEIGHTCLIP_POSTGRES"], tmp_path / "model"), kit.agreed(6), tmp_path / "l"
+        board = kit.board_at(place)
+        board.begin(what)
+        with pytest.raises(WeightclipError, match="go on with --resume"):
+            kit.board_at(place).begin(what)
+        board.close()
+        pids = [kit.worker(place, log, 0.3) for _ in range(2)]
+        kit.killed(pids[:1], 1.0)
+        kit.ended(pids[1:])
+        kit.is_whole(kit.finish(place, log, what), log, what)
+        board = kit.board_at(place)
+        board.join(kit.SETTINGS)
+        board.erase()
+        with pytest.raises(WeightclipError, match="there is no search"):
+            kit.board_at(place).join(kit.SETTINGS)
