@@ -117,7 +117,11 @@ class TestPostgres:
     pytestmark = needs_fork
 
     def test_two_workers_and_a_kill(self, tmp_path):
-        place, what, log = Place.of(os.environ["WEIGHTCLIP_POSTGRES"], tmp_path / "model"), kit.agreed(6), tmp_path / "l"
+        place, what, log = (
+            Place.of(os.environ["WEIGHTCLIP_POSTGRES"], tmp_path / "model"),
+            kit.agreed(6),
+            tmp_path / "l",
+        )
         board = kit.board_at(place)
         board.begin(what)
         with pytest.raises(WeightclipError, match="go on with --resume"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import io
@@ -167,20 +168,7 @@ class FunctionSearch:
 
     def cost(self) -> float:
         """The least noise multiplier, to one part in a thousand, at which the whole search costs epsilon."""
-
-        def total(sigma: float) -> float:
-            return searched_epsilon(self._mechanisms(sigma), self.delta, self.mean_runs, self.epsilon)
-
-        low, high = 0.1, 1e4
-        if total(high) > self.epsilon:
-            raise WeightclipError(
-                f"no noise brings a search of {self.mean_runs:g} runs on average below epsilon {self.epsilon:g}: raise "
-                "epsilon or the noise of the score, or search less."
-            )
-        while high > 1.001 * low:
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if total(middle) > self.epsilon else (low, middle)
-        return high
+        return _least_noise(self.epsilon, self.delta, self.sample_rate, self.steps, self.mean_runs, self.score_sigma)
 
     def run(self, agreed: Agreed) -> Callable[..., tuple[float, Any]]:
         """One run of the function."""
@@ -210,8 +198,7 @@ class FunctionSearch:
 
     def _mechanisms(self, sigma: float) -> list[Mechanism]:
         """What one run releases."""
-        gradients = Mechanism("gaussian", sigma, self.sample_rate, self.steps, label="noisy gradients")
-        return [gradients, Mechanism("gaussian", self.score_sigma, 1.0, 1, label="noisy score of a run")]
+        return _one_run(sigma, self.sample_rate, self.steps, self.score_sigma)
 
     def _released(self, run: Run, agreed: Agreed) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Weights and report of a run, if it released what was paid for and no more."""
@@ -246,6 +233,30 @@ class FunctionSearch:
             "search": {"mean_runs": self.mean_runs, "score": score},
             "not_covered": [*run["not_covered"], how_long, inside],
         }  # fmt: skip
+
+
+def _one_run(sigma: float, q: float, steps: int, score_sigma: float) -> list[Mechanism]:
+    gradients = Mechanism("gaussian", sigma, q, steps, label="noisy gradients")
+    return [gradients, Mechanism("gaussian", score_sigma, 1.0, 1, label="noisy score of a run")]
+
+
+@functools.lru_cache(maxsize=64)
+def _least_noise(
+    target: float, delta: float, q: float, steps: int, mean_runs: float, score_sigma: float
+) -> float:  # fmt: skip
+    def total(sigma: float) -> float:
+        return searched_epsilon(_one_run(sigma, q, steps, score_sigma), delta, mean_runs, target)
+
+    low, high = 0.1, 1e4
+    if total(high) > target:
+        raise WeightclipError(
+            f"no noise brings a search of {mean_runs:g} runs on average below epsilon {target:g}: raise epsilon or the "
+            "noise of the score, or search less."
+        )
+    while high > 1.001 * low:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if total(middle) > target else (low, middle)
+    return high
 
 
 def network_card(report: dict[str, Any]) -> str:
