@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
     from weightclip.noise import KNorm as KNorm
     from weightclip.noise import LeastVariance as LeastVariance
     from weightclip.sampling import ArrayDataset as ArrayDataset
+    from weightclip.sampling import ArrowDataset as ArrowDataset
     from weightclip.tabular import LipDPClassifier as LipDPClassifier
     from weightclip.tabular import LipDPRegressor as LipDPRegressor
 
@@ -95,7 +96,7 @@ _HOMES = {
         "KNorm",
         "LeastVariance",
     ),
-    "weightclip.sampling": ("ArrayDataset",),
+    "weightclip.sampling": ("ArrayDataset", "ArrowDataset"),
     "weightclip.tabular": (
         "LipDPClassifier",
         "LipDPRegressor",

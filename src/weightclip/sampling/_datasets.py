@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from weightclip.errors import WeightclipError
+from weightclip.sampling._arrow import ArrowDataset
 
 
 class ArrayDataset(Dataset):
@@ -94,7 +95,7 @@ def gatherer(dataset: object) -> Gather | None:
             return [t.index_select(0, on[t.device]) for t in tensors]
 
         return look_up
-    if type(dataset) is ArrayDataset:
+    if type(dataset) is ArrayDataset or type(dataset) is ArrowDataset:
         return dataset.rows
     if type(dataset) is Subset and (inner := gatherer(dataset.dataset)) is not None:
         chosen = np.asarray(dataset.indices, dtype=np.int64)
