@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
     from weightclip import nn as nn
     from weightclip import noise as noise
     from weightclip import sampling as sampling
+    from weightclip import search as search
     from weightclip import text as text
     from weightclip.accounting import Adjacency as Adjacency
     from weightclip.bounds import Bjorck as Bjorck
@@ -102,7 +103,19 @@ _HOMES = {
         "LipDPRegressor",
     ),
 }
-_PACKAGES = ("accounting", "audit", "bounds", "integrations", "losses", "models", "nn", "noise", "sampling", "text")
+_PACKAGES = (
+    "accounting",
+    "audit",
+    "bounds",
+    "integrations",
+    "losses",
+    "models",
+    "nn",
+    "noise",
+    "sampling",
+    "search",
+    "text",
+)
 
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -15,33 +15,29 @@ from weightclip.search._storage import Place, SearchOver
 pytest.importorskip("optuna", reason="needs the extra 'search'")
 FULL = os.environ.get("WEIGHTCLIP_FULL") == "1"
 KILLS = 50 if FULL else 3
-needs_fork = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork"),
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-]
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+quiet_fork = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-class TestKills:
+@needs_fork
+@quiet_fork
+def test_whoever_is_killed_no_run_is_lost_or_added(tmp_path):
     """Kills of one or both of two workers at random moments, until there were enough of them."""
-
-    pytestmark = needs_fork
-
-    def test_whoever_is_killed_no_run_is_lost_or_added(self, tmp_path):
-        rng, kills, searches = random.Random(0), 0, 0
-        while kills < KILLS:
-            folder = tmp_path / str(searches)
-            folder.mkdir()
-            log, runs = folder / "log", rng.randint(1, 8)
-            place, what = kit.begun(folder, runs)
-            for _ in range(min(rng.randint(1, 4), KILLS - kills)):
-                pids = [kit.worker(place, log, 0.2) for _ in range(2)]
-                victims = pids[: rng.randint(1, 2)]
-                kit.killed(victims, rng.uniform(0.0, 1.2))
-                for pid in set(pids) - set(victims):
-                    os.waitpid(pid, 0)
-                kills += len(victims)
-            kit.is_whole(kit.finish(place, log, what), log, what)
-            searches += 1
+    rng, kills, searches = random.Random(0), 0, 0
+    while kills < KILLS:
+        folder = tmp_path / str(searches)
+        folder.mkdir()
+        log, runs = folder / "log", rng.randint(1, 8)
+        place, what = kit.begun(folder, runs)
+        for _ in range(min(rng.randint(1, 4), KILLS - kills)):
+            pids = [kit.worker(place, log, 0.2) for _ in range(2)]
+            victims = pids[: rng.randint(1, 2)]
+            kit.killed(victims, rng.uniform(0.0, 1.2))
+            for pid in set(pids) - set(victims):
+                os.waitpid(pid, 0)
+            kills += len(victims)
+        kit.is_whole(kit.finish(place, log, what), log, what)
+        searches += 1
 
 
 def test_a_search_is_begun_once_and_resumed_with_the_same_options(tmp_path):
@@ -110,29 +106,23 @@ def test_a_database_that_cannot_be_reached_is_one_line_without_its_password(url,
     assert "hush" not in str(caught.value) and "\n" not in str(caught.value)
 
 
+@needs_fork
+@quiet_fork
 @pytest.mark.skipif("WEIGHTCLIP_POSTGRES" not in os.environ, reason="WEIGHTCLIP_POSTGRES names no server")
-class TestPostgres:
+def test_two_workers_and_a_kill_on_a_server(tmp_path):
     """On a server of one's own: WEIGHTCLIP_POSTGRES=postgresql+psycopg2://user:password@host/database."""
-
-    pytestmark = needs_fork
-
-    def test_two_workers_and_a_kill(self, tmp_path):
-        place, what, log = (
-            Place.of(os.environ["WEIGHTCLIP_POSTGRES"], tmp_path / "model"),
-            kit.agreed(6),
-            tmp_path / "l",
-        )
-        board = kit.board_at(place)
-        board.begin(what)
-        with pytest.raises(WeightclipError, match="go on with --resume"):
-            kit.board_at(place).begin(what)
-        board.close()
-        pids = [kit.worker(place, log, 0.3) for _ in range(2)]
-        kit.killed(pids[:1], 1.0)
-        kit.ended(pids[1:])
-        kit.is_whole(kit.finish(place, log, what), log, what)
-        board = kit.board_at(place)
-        board.join(kit.SETTINGS)
-        board.erase()
-        with pytest.raises(WeightclipError, match="there is no search"):
-            kit.board_at(place).join(kit.SETTINGS)
+    place, what, log = Place.of(os.environ["WEIGHTCLIP_POSTGRES"], tmp_path / "model"), kit.agreed(6), tmp_path / "l"
+    board = kit.board_at(place)
+    board.begin(what)
+    with pytest.raises(WeightclipError, match="go on with --resume"):
+        kit.board_at(place).begin(what)
+    board.close()
+    pids = [kit.worker(place, log, 0.3) for _ in range(2)]
+    kit.killed(pids[:1], 1.0)
+    kit.ended(pids[1:])
+    kit.is_whole(kit.finish(place, log, what), log, what)
+    board = kit.board_at(place)
+    board.join(kit.SETTINGS)
+    board.erase()
+    with pytest.raises(WeightclipError, match="there is no search"):
+        kit.board_at(place).join(kit.SETTINGS)

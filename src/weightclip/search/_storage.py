@@ -191,7 +191,7 @@ class SharedBoard:
     def runs(self, patient: bool = True) -> Iterator[int]:
         """Runs nobody else does; then, if patient, waits for those of others and does the ones they have left."""
         watch = _Watch()
-        while True:
+        while patient or os.getppid() == self._parent:  # a helper leaves with its parent
             with self._guarded():
                 trials = self._trials()
                 number = self._claim(trials, watch if patient else None)
