@@ -53,6 +53,7 @@ BAD_TUNE: tuple[tuple[str, str, str], ...] = (
     *(("--mean-runs", value, "--mean-runs") for value in ("nan", "inf", "1", "-3", "1e9", "many")),
     *(("--score-noise", value, "--score-noise") for value in ("nan", "inf", "0", "-1", "loud")),
     ("--epochs", "nan", "--epochs"), ("--seed", "-1", "--seed"), ("--n-records", "0", "--n-records"),
+    ("--workers", "0", "--workers"), ("--workers", "many", "--workers"), ("--steps", "5", "--steps"),
     ("--target", "nope", "no column 'nope'"), ("--out", "{data}", "exists already"),
     ("--epsilon", "0.01", "search less"),
 )  # fmt: skip
