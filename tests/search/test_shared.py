@@ -138,8 +138,9 @@ def test_a_command_that_is_killed_again_and_again_does_the_runs_that_were_drawn(
                 expected = {repr(0.1 + 0.9 * float(board.drawn.candidate(i).uniform())) for i in numbers}
                 board.close()
             time.sleep(rng.uniform(0.0, 24.0))
-            victim = int(rng.choice(told(log))[1])
-            if not out.exists() and Path(f"/proc/{victim}").exists():
+            alive = sorted({int(p) for _, p in told(log)[before:] if Path(f"/proc/{p}").exists()} | {pid})
+            victim = alive[-1] if kills["first"] > kills["helper"] else rng.choice(alive)
+            if not out.exists():
                 os.kill(victim, signal.SIGKILL)
                 kills["first" if victim == pid else "helper"] += 1
             with contextlib.suppress(ChildProcessError):

@@ -113,7 +113,8 @@ class SharedBoard:
         self.place, self._encode, self._decode = place, encode, decode
         self._optuna = _optuna()
         self._mine: dict[int, int] = {}  # run -> attempt
-        self._parent = os.getppid()
+        parent = multiprocessing.parent_process()  # perhaps dead by now: a helper takes seconds to get here
+        self._parent = os.getppid() if parent is None else parent.pid
         self._agreed: Agreed | None = None
 
     # -- begin, join, end ------------------------------------------------------------------------------------------
