@@ -172,6 +172,6 @@ def _searching(console: Console) -> Iterator[None]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         bar.add_task("searching (how far it is would tell of the records)", total=None)
         yield
