@@ -25,6 +25,12 @@ OWN = f"{Path(__file__).with_name('own_function.py')}:train"
 OPTIONS = ("--epsilon", "3", "--delta", "1e-5", "--sample-rate", "0.1", "--steps", "5")
 
 
+@pytest.fixture(autouse=True)
+def noise_that_is_enough(monkeypatch):
+    """Finding the least takes seconds, and has tests of its own."""
+    monkeypatch.setattr(FunctionSearch, "cost", lambda self: 3.0)
+
+
 def function(mean_runs: float = 3.0, seed: int | None = 5) -> FunctionSearch:
     return FunctionSearch(OWN, 3.0, 1e-5, 0.1, 5, mean_runs, seed=seed)
 
@@ -89,8 +95,7 @@ def test_two_workers_from_the_shell(tmp_path, capsys):
      (("--storage", "nonsense://x"), "--storage"), (("--steps", "0"), "--steps"), (("--sample-rate", "2"), "--sample")],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )  # fmt: skip
-def test_bad_options_of_a_function_are_named_in_one_line(options, named, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(FunctionSearch, "cost", lambda self: 1.0)
+def test_bad_options_of_a_function_are_named_in_one_line(options, named, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["tune", OWN, *OPTIONS, "--out", str(tmp_path / "m"), *options])
     error = capsys.readouterr().err.strip()
@@ -98,12 +103,11 @@ def test_bad_options_of_a_function_are_named_in_one_line(options, named, tmp_pat
 
 
 def command(out: Path, resume: bool) -> int:
-    """``weightclip tune`` in a process of its own, without the seconds it takes to find the noise; its number."""
+    """``weightclip tune`` in a process of its own; its number."""
     pid = os.fork()
     if pid:
         return pid
     try:
-        FunctionSearch.cost = lambda self: 3.0
         main(["tune", OWN, *OPTIONS, "--mean-runs", "8", "--out", str(out), "--workers", "2", *["--resume"] * resume])
     except SystemExit as stop:
         os._exit(int(stop.code or 0))
