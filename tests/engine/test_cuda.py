@@ -128,7 +128,7 @@ def test_a_recorded_step_is_the_ordinary_one(name):
     assert engine.steps == 24 and engine.get_epsilon(1e-5) > 0
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, in its compiler
+@pytest.mark.filterwarnings("ignore")  # of torch's own, in its compiler
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("name", ["factors", "joint"])
 def test_a_compiled_model_is_recorded_too(name, half):
