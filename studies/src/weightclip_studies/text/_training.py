@@ -35,8 +35,8 @@ class Run:
             replayed as graphs.
         piece: Records of a physical batch.
         precision: Of autocast, or None.
-        even: Whether batches without privacy have one size, as ordinary training takes them: sizes that change slow it
-            down, and would make everything else look fast.
+        even: Whether batches without privacy have one size, as ordinary training takes them: sizes that change may slow
+            it down, and everything else would look fast.
 
     Formal guarantees:
         Those of the engine, or of Opacus, for ``settings.steps`` draws of rate batch/n with multiplier ``sigma``. A
