@@ -61,6 +61,19 @@ def test_every_method_trains_in_half_precision(data, method):
     assert trained(data, Lora(rank=2), settings, precision=torch.bfloat16) > 0.9
 
 
+def test_a_loop_inside_one_autocast_is_noticed(data, monkeypatch):
+    """The mutant: the casts of the first step serve all others."""
+    real = Run.scores
+
+    def inside(self, ask):
+        with torch.autocast("cpu", torch.bfloat16):
+            return real(self, ask)
+
+    monkeypatch.setattr(Run, "scores", inside)
+    with pytest.raises(AssertionError):
+        test_every_method_trains_in_half_precision(data, "non-private")
+
+
 def sentences(n: int, seed: int) -> Sentences:
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, 2, n)

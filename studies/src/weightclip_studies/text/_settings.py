@@ -49,12 +49,26 @@ class Settings:
 
 def draws(x: Tensor, y: Tensor, batch: int, seed: int | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Poisson draws without end; an empty one holds the first record."""
-    n, generator = len(x), torch.Generator()
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
+    n, generator = len(x), _generator(seed)
     while True:
         rows = torch.nonzero(torch.rand(n, generator=generator) < batch / n).squeeze(1)
         rows = (rows if len(rows) else torch.zeros(1, dtype=torch.long)).to(x.device)
         yield x[rows], y[rows]
+
+
+def shuffled(x: Tensor, y: Tensor, batch: int, seed: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of one size without end."""
+    generator = _generator(seed)
+    while True:
+        order = torch.randperm(len(x), generator=generator).to(x.device)
+        for rows in order.split(batch)[: max(1, len(x) // batch)]:
+            yield x[rows], y[rows]
+
+
+def _generator(seed: int | None) -> torch.Generator:
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return generator

@@ -7,7 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,12 +88,12 @@ class Study:
     def pace(self, part: Part, method: str) -> Line | None:
         """Seconds of a step and memory, to be measured while nothing else runs on the device."""
         settings = Settings(method, 1e-4, CLIPS[method], self.batch, self.epochs)
-        key = self._key(part, "timing", method, self.batch)
+        key = self._timing(part, method)
         if (found := self._found(key)) is not None or time.time() > self.until:
             return found
         x, labels = self.inputs(part)[0], self.data.labels("train")[: self.records].to(self.device)
         sigma = 0.0 if method == "non-private" else 1.0
-        seconds, peak = self._run(part, settings, sigma, 0, x, labels, key).pace()
+        seconds, peak = replace(self._run(part, settings, sigma, 0, x, labels, key), even=True).pace()
         return self._keep({"key": key, "seconds": seconds, "peak": peak, "device": self._name()})
 
     def row(self, part: Part, method: str, epsilon: float | None, seeds: int, told: Told) -> Line | None:
@@ -165,12 +165,15 @@ class Study:
 
     def _times(self, part: Part, method: str, steps: int) -> Line:
         """Time and memory of a whole run of this batch size, where they were measured."""
-        entry, plain = (self._found(self._key(part, "timing", m, self.batch)) for m in (method, "non-private"))
-        if entry is None or plain is None:
+        entry, plain = (self._found(self._timing(part, m)) for m in (method, "non-private"))
+        if entry is None:
             return {"seconds": "", "ratio": "", "peak_gib": ""}
         peak = "" if entry["peak"] != entry["peak"] else f"{entry['peak']:.2f}"
-        ratio = f"{entry['seconds'] / plain['seconds']:.2f}"
+        ratio = "" if plain is None else f"{entry['seconds'] / plain['seconds']:.2f}"
         return {"seconds": f"{entry['seconds'] * steps:.2f}", "ratio": ratio, "peak_gib": peak}
+
+    def _timing(self, part: Part, method: str) -> str:
+        return self._key(part, "timing", "batches of one size" if method == "non-private" else method, self.batch)
 
     def _key(self, part: Part, *of: Any) -> str:
         here = (self.device.type, self.data.digest, self.length, self.size, self.piece)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import weightclip as wc
 from weightclip.nn import ParameterAverage
 from weightclip_studies.text._opacus import steps_of_opacus
-from weightclip_studies.text._settings import Settings, draws
+from weightclip_studies.text._settings import Settings, draws, shuffled
 
 WARM, TIMED = 14, 20
 """Steps before a clock starts (two sizes of batch are recorded as graphs), and steps on it."""
@@ -35,6 +35,8 @@ class Run:
             replayed as graphs.
         piece: Records of a physical batch.
         precision: Of autocast, or None.
+        even: Whether batches without privacy have one size, as ordinary training takes them: sizes that change may slow
+            it down, and everything else would look fast.
 
     Formal guarantees:
         Those of the engine, or of Opacus, for ``settings.steps`` draws of rate batch/n with multiplier ``sigma``. A
@@ -49,6 +51,7 @@ class Run:
     seed: int | None
     piece: int | None = None
     precision: torch.dtype | None = None
+    even: bool = False
 
     def scores(self, ask: Tensor) -> Tensor:
         """Train, and what the averaged weights say of other records."""
@@ -129,7 +132,9 @@ class Run:
 
     def _plain(self, optimizer: torch.optim.Optimizer) -> Iterator[int]:
         loss = nn.CrossEntropyLoss()
-        for done, (x, y) in enumerate(draws(self.x, self.y, self.settings.batch, self.seed), 1):
+        for done, (x, y) in enumerate(
+            (shuffled if self.even else draws)(self.x, self.y, self.settings.batch, self.seed), 1
+        ):
             optimizer.zero_grad()
             size = self.piece or len(x)
             for a, b in zip(x.split(size), y.split(size), strict=True):
