@@ -214,7 +214,7 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     found: list[ShardedGroup] = []
     for part in model.modules():
         if isinstance(part, fsdp.FSDPModule):
-            state: Any = part._get_fsdp_state()
+            state: Any = cast(Any, part)._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             found += [ShardedGroup(part, group) for group in groups if group is not None]
     return found

@@ -78,7 +78,7 @@ def by_lightning() -> tuple[nn.Module, int]:
         callbacks=[callback],
     )  # fmt: skip
     trainer.fit(module, loader)  # type: ignore[arg-type]
-    return module.net, callback.engine.steps
+    return callback.engine.training.model, callback.engine.steps
 
 
 if __name__ == "__main__":

@@ -75,7 +75,8 @@ def shard(model: nn.Module, **settings: Any) -> nn.Module:
     """
     for part in [] if isinstance(model, Tied) else parts_of(model)[:-1]:
         fully_shard(part, **settings)
-    return fully_shard(model, **settings)
+    fully_shard(model, **settings)
+    return model
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

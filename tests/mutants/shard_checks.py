@@ -13,7 +13,7 @@ from tests.mutants.rank_checks import MUTANTS, Answers, Patch, check, folder
 from tests.ranks_kit import Failed, mlp, private
 
 from weightclip.distributed import Rows, Shards
-from weightclip.engine import _checkpoint
+from weightclip.engine import _checkpoint, _checkpoint_shards
 from weightclip.noise import ShardedRelease, Streams
 
 
@@ -44,8 +44,7 @@ def no_raw_gradient_is_left_to_fully_shard(found: Answers) -> None:
 
 def _half_written() -> tuple[Failed | None, int]:
     """Rank 1 fails while it writes its rows: (what it says, the step of the checkpoint that is there)."""
-    import torch.distributed.checkpoint as dcp
-
+    dcp = _checkpoint_shards._dcp()
     with folder() as place:
         run = private(shard_jobs.shard(mlp())).train(1)
         run.engine.save(place)

@@ -39,8 +39,7 @@ _KNOWN = {
 
 def write_shards(engine: PrivacyEngine, folder: Path, tensors: dict[str, Tensor]) -> list[str]:
     """Every rank's rows, on disk when this returns on any rank; the digests of their files by rank."""
-    import torch.distributed.checkpoint as dcp
-
+    dcp = _dcp()
     ranks = engine.ranks
     with ranks.together(), _quiet():
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, sync_files=True), no_dist=ranks.count == 1)
@@ -58,8 +57,7 @@ def read_shards(engine: PrivacyEngine, folder: Path, book: dict[str, Any]) -> di
         Every file is the one that was written (by its digest) and no code of the file runs: of the pickled index only
         plain descriptions of tensors are accepted.
     """
-    import torch.distributed.checkpoint as dcp
-
+    dcp = _dcp()
     ranks, shards = engine.ranks, engine.shards
     assert shards is not None
     wanted = ranks.tell(lambda: _described(folder))
@@ -75,7 +73,7 @@ def read_shards(engine: PrivacyEngine, folder: Path, book: dict[str, Any]) -> di
     with ranks.together(), _quiet():
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=ranks.count == 1)
     try:
-        check_ledger(book["ledger"], {k: v.to_local() if hasattr(v, "to_local") else v for k, v in tensors.items()})
+        check_ledger(book["ledger"], {k: _local(v) for k, v in tensors.items()})
     except ValueError as error:
         problem = error
     _all_well(engine, folder, problem)
@@ -84,8 +82,7 @@ def read_shards(engine: PrivacyEngine, folder: Path, book: dict[str, Any]) -> di
 
 def read_whole(folder: Path, book: dict[str, Any]) -> dict[str, Tensor]:
     """The same for a model that is not sharded: whole tensors, on the process that asks."""
-    import torch.distributed.checkpoint as dcp
-
+    dcp = _dcp()
     for number in range(len(book["shards"])):
         check_shard(folder, number, book)
     tensors = {name: torch.empty(size, dtype=kind) for name, size, kind in _described(folder)}
@@ -146,6 +143,18 @@ class _Descriptions(pickle.Unpickler):
         if name.split(".")[0] not in _KNOWN.get(module, ()):
             raise ValueError(f"its index names {module}.{name}, which describes no tensor")
         return super().find_class(module, name)
+
+
+def _local(value: Any) -> Tensor:
+    """This rank's rows of a sharded tensor; others as they are."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _dcp() -> Any:
+    """Imported when it is needed: it brings much of torch.distributed with it."""
+    import torch.distributed.checkpoint as dcp
+
+    return dcp
 
 
 def _digest(folder: Path, rank: int) -> bytes:

@@ -65,8 +65,8 @@ def install(t: Training) -> None:
             )  # fmt: skip
         measure = t.plan.measure(path, t.release.knorm) if bound else None
         t.collector.enter(Entry.of(layers[0], places, 1, joint, measure, layers[1:]))
-        for layer in layers if t.engine.shards is not None else ():
-            layer._wc_sink.know(t.engine.shards.twins[id(p)] for p in layer.parameters(recurse=False))
+        if t.engine.shards is not None:
+            t.engine.shards.introduce(layers)
     t.entrance = Entrance(t.call, t.plan.graph is not None, t.collector.anchor)
     if t.plan.graph is not None:
         t.entrance.look = functools.partial(_look, weakref.ref(t))
