@@ -254,10 +254,9 @@ def endless(folder: str) -> None:
     handed = Streams.of_first
 
     def watched(self: Streams, tell: Any) -> Streams:
-        found = handed(self, tell)
-        if number == 0:
-            jobs._note(place / "noise", run.engine.steps - 1, found.key("which"))
-        return found
+        if number == 0:  # noted before anybody else has it
+            jobs._note(place / "noise", run.engine.steps - 1, self.key("which"))
+        return handed(self, tell)
 
     Streams.of_first = watched
     run = private(shard(mlp()), seed=None, ledger=place / "run.ledger")
