@@ -23,7 +23,9 @@ import weightclip as wc
 
 Patch = Callable[[], None]
 _SERVER = mp.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.ranks_kit", "weightclip.engine"])
+_SERVER.set_forkserver_preload(
+    ["tests.ranks_kit", "weightclip.engine", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+)
 TIMEOUT, PATIENCE = 40.0, 100.0  # seconds until a rank gives up on the others, and until a group counts as stuck
 
 

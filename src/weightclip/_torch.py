@@ -8,6 +8,7 @@ another release. All of this works with the minimum that ``pyproject.toml`` decl
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -30,7 +31,8 @@ __all__ = [
     "AnyBatchNorm", "AnyDropout", "AnyInstanceNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm",
     "add_all_", "apply_directly", "copy_all_", "data_parallel_active",
     "drop_forward_hooks", "forward_hooks", "hooked", "int8_product", "lerp_all_", "multiply_all_",
-    "norms_of_all", "optimizer_hooks", "reshaped_copy_of", "same_memory", "split_like",
+    "ShardedGroup", "norms_of_all", "optimizer_hooks", "reshaped_copy_of", "same_memory", "sharded_groups",
+    "split_like",
     "storage_address", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
     "tree_unflatten", "version_of", "without_overrides",
 ]  # fmt: skip
@@ -171,3 +173,48 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> tuple[int, int, int, in
               own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)  # fmt: skip
     before, after, own_before, own_after = [len(table) for table in tables]
     return before, after, own_before, own_after
+
+
+# parameters under fully_shard
+
+
+class ShardedGroup:
+    """Parameters that ``fully_shard`` gathers and frees together."""
+
+    def __init__(self, part: Any, group: Any) -> None:
+        self.part, self._group = part, group
+        self.mesh = group.mesh_info.mesh
+        self.cast = group.mp_policy.param_dtype is not None or group.mp_policy.output_dtype is not None
+        self.offloaded = type(group.offload_policy).__name__ != "OffloadPolicy"
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Every sharded parameter, and the whole one that takes its place (None before it was gathered once)."""
+        return [(p.sharded_param, getattr(p, "_unsharded_param", None)) for p in self._group.fsdp_params]
+
+    def gradients(self) -> bool:
+        """Whether autograd has brought a gradient to a whole parameter."""
+        return any(
+            p.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+            for p, (_, whole) in zip(self._group.fsdp_params, self.pairs(), strict=True)
+        )
+
+    def forget(self) -> None:
+        """Drop such gradients."""
+        for p, (_, whole) in zip(self._group.fsdp_params, self.pairs(), strict=True):
+            p.unsharded_accumulated_grad = None
+            if whole is not None:
+                whole.grad = None
+
+
+def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
+    """Groups of parameters under ``fully_shard``, the root's first."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # nobody has called fully_shard without importing it
+    if fsdp is None or not hasattr(fsdp, "FSDPModule"):
+        return []
+    found: list[ShardedGroup] = []
+    for part in model.modules():
+        if isinstance(part, fsdp.FSDPModule):
+            state: Any = cast(Any, part)._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            found += [ShardedGroup(part, group) for group in groups if group is not None]
+    return found

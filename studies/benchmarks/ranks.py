@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python studies/benchmarks/ranks.py [--worlds 1 2 4] [--steps 12] [--out results/bench/ranks.csv]
 
+``--worlds 1 2 --steps 8`` is enough for the ratio of private to plain training on 1 and 2 ranks, which is printed last.
 Every rank is one process with one thread (gloo). On a machine with fewer free cores than ranks a step takes longer than
 the model says; the processor time of a rank, which is shown beside the time on the clock, does not. Plain training is
 ``DistributedDataParallel`` on the same number of records.
@@ -175,6 +176,23 @@ def modelled(rows: list[dict[str, str]]) -> None:
             row["model_s"] = f"{predicted:.6f}"
 
 
+def ratios(rows: list[dict[str, str]]) -> str:
+    """Private over plain training on the clock, and that of several ranks over that of one: 1.05 is the goal."""
+    wall = {(r["model"], r["batch"], r["ranks"], r["what"]): float(r["wall_s"]) for r in rows}
+    lines = []
+    for name, batch, ranks, what in wall:
+        if what == "private":
+            here, alone = (
+                wall[name, batch, n, "private"] / wall[name, batch, n, "plain"]
+                if (name, batch, n, "plain") in wall
+                else 0
+                for n in (ranks, "1")
+            )
+            beside = f", {here / alone:.3f} times that of one rank" if alone and ranks != "1" else ""
+            lines.append(f"{name}, {batch} records, {ranks} ranks: private/plain {here:.2f}{beside}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What several processes cost.")
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
@@ -195,6 +213,7 @@ def main() -> None:
         writer.writeheader()
         writer.writerows(rows)
     print(Path(options.out).read_text())
+    print(ratios(rows))
 
 
 if __name__ == "__main__":

@@ -271,7 +271,7 @@ def without_a_checkpoint(folder: str) -> Failed | None:
 
 def refusals() -> dict[str, Failed | None]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data.distributed import DistributedSampler
@@ -289,7 +289,7 @@ def refusals() -> dict[str, Failed | None]:
 
     norm = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
     return {
-        "fully_shard": attempt(lambda: private(fully_shard(mlp(), mesh=mesh))),
+        "wrapped": attempt(lambda: private(FullyShardedDataParallel(mlp(), device_id=torch.device("cpu")))),
         "tensor": attempt(lambda: private(parallelize_module(mlp(), mesh, {"0": ColwiseParallel()}))),
         "sequence": attempt(lambda: private(parallelize_module(norm, mesh, {"1": SequenceParallel()}))),
         "ddp": attempt(lambda: private(DistributedDataParallel(mlp()))),
@@ -311,6 +311,26 @@ def wrapped_afterwards() -> Failed | None:
 
 def _rest(run: Private) -> tuple[Any, ...]:
     return run.optimizer, run.loader, run.criterion
+
+
+def other_calls(folder: str) -> tuple[Failed | None, list[Tensor]]:
+    """Rank 1 loads a checkpoint while the others make a step."""
+    run = private(momentum=0.9, **EXACT).train(1)
+    run.engine.save(Path(folder) / "saved")
+    dist.barrier()
+    act = (lambda: run.engine.load(Path(folder) / "saved")) if rank() == 1 else (lambda: run.train(2))
+    return attempt(act), run.weights()
+
+
+def with_workers() -> list[Tensor]:
+    """A run whose records, which draw, are read by worker processes."""
+    model, engine = mlp(), wc.PrivacyEngine("rdp")
+    loader = DataLoader(Shaken(), batch_size=12, num_workers=1)
+    parts = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), data_loader=loader, noise_multiplier=1.0,
+        criterion=nn.CrossEntropyLoss(), generator=torch.Generator().manual_seed(0), **EXACT,
+    )  # fmt: skip
+    return Private(engine, *parts).train(2).weights()
 
 
 def left_alone() -> Failed | None:

@@ -7,7 +7,7 @@ from tests.ranks_kit import Failed, results, together
 
 
 def test_splitting_a_model_is_refused_by_name() -> None:
-    words = {"fully_shard": "fully_shard", "tensor": "tensor, sequence or context", "sequence": "sequence",
+    words = {"wrapped": "use fully_shard instead", "tensor": "tensor, sequence or context", "sequence": "sequence",
              "ddp": "DistributedDataParallel", "sampler": "DistributedSampler"}  # fmt: skip
     for found in results(2, jobs.refusals):
         for name, failed in found.items():

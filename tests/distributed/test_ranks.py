@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,6 +97,18 @@ def test_noise_is_scaled_for_the_largest_sensitivity_of_all_ranks() -> None:
 def test_estimators_are_refused_before_a_record_is_read() -> None:
     for failed in together(2, jobs.estimator):
         assert failed.kind == "ContractError" and "train in one process" in failed.text
+
+
+def test_ranks_that_make_different_calls_stop_with_their_names(tmp_path: Path) -> None:
+    (step, before), (load, after) = together(2, jobs.other_calls, str(tmp_path))
+    assert "disagree on what comes next (here: the number of the step" in step.text
+    assert "disagree on what comes next (here: engine.load())" in load.text and same(before, after)
+
+
+@pytest.mark.skipif(not FULL, reason="starts worker processes for every rank: WEIGHTCLIP_FULL=1")
+def test_records_read_by_workers_are_those_of_one_process() -> None:
+    alone = jobs.whole_runs(["records that draw"], steps=2)["records that draw"]
+    assert all(same(alone, weights) for weights in results(2, jobs.with_workers))
 
 
 def test_a_group_that_ends_during_training_ends_it() -> None:

@@ -76,6 +76,6 @@ def test_a_closure_that_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
             with torch.enable_grad():
                 closure()
 
-    monkeypatch.setattr(_step, "_evaluate_closure", mutant)
+    monkeypatch.setattr(_step, "evaluate_closure", mutant)
     with pytest.raises(Exception, match="already taken|new batch|close"):
         test_a_closure_runs_once_and_before_the_release()

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.mutants.rank_checks import CHECKS, MUTANTS, answers
+from tests.mutants import shard_checks as shard_checks  # its checks and mutants join those of ranks
+from tests.mutants.rank_checks import CHECKS, MUTANTS
 from tests.ranks_kit import Failed, results
 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
     """Answers of two ranks, in one group: processes cost more than steps."""
-    return results(2, answers, list(MUTANTS))
+    return results(2, shard_checks.answers, list(MUTANTS))
 
 
 @pytest.mark.parametrize("name", CHECKS)

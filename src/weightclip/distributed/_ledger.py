@@ -31,6 +31,7 @@ class SharedLedger:
         def opened() -> None:
             self._book = Ledger(path, block)
 
+        ranks.agree(lambda: {"PrivacyEngine(ledger=...)": str(block).encode()})
         self._on_first(opened)
 
     def _on_first(self, act: Callable[[], Any]) -> Any:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Facts = Mapping[str, bytes]
 _FACTS = 8  # at most, in one message of a fixed size
+# names of torch 2.13 and, before it, of older ones
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _LATE = "call torch.distributed.init_process_group() before PrivacyEngine(), and keep the group until training ends."
 
 
@@ -59,6 +62,14 @@ class Ranks:
     def sum_to_first(self, tensor: Tensor) -> None:
         """On rank 0, in place: the sum over all ranks. What the others hold afterwards means nothing."""
 
+    def sum_to_owners(self, parts: Tensor) -> Tensor:
+        """The sum over all ranks of tensors with one part for each rank on dimension 0: this rank's part of it."""
+        return parts
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The parts of all ranks, one behind the other on dimension 0."""
+        return part
+
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """In place: what rank 0 holds."""
 
@@ -67,8 +78,8 @@ class Ranks:
         return values
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Work that all ranks finish, or none of them goes on."""
+    def together(self, call: str = "") -> Iterator[None]:
+        """Work that all ranks finish, or none of them goes on; ``call``: what the user has called, for errors."""
         yield
 
 
@@ -101,10 +112,10 @@ class ManyRanks(Ranks):
         packet = np.frombuffer(b"".join(digests).ljust(8 * _FACTS, b"\0"), dtype="<i8").astype(np.int64)
         sent = torch.from_numpy(packet).to(self._device)
         found = [torch.empty_like(sent) for _ in range(self.count)]
-        with self.together():
+        with self.together(", ".join(mine)):
             dist.all_gather(found, sent)
         table = torch.stack(found).cpu()
-        for column, name in enumerate(["what comes next", *mine]):
+        for column, name in enumerate([f"what comes next (here: {', '.join(mine)})", *mine]):
             other = [rank for rank in range(self.count) if table[rank, column] != table[0, column]]
             if other:
                 self._lost = True
@@ -133,6 +144,18 @@ class ManyRanks(Ranks):
         with self.together():
             self._on_a_device(tensor, lambda t: dist.reduce(t, dst=0, op=dist.ReduceOp.SUM))
 
+    def sum_to_owners(self, parts: Tensor) -> Tensor:
+        mine = parts.new_empty(parts.shape[0] // self.count, *parts.shape[1:])
+        with self.together():
+            _reduce_scatter(mine, parts.contiguous(), op=dist.ReduceOp.SUM)
+        return mine
+
+    def gather(self, part: Tensor) -> Tensor:
+        whole = part.new_empty(part.shape[0] * self.count, *part.shape[1:])
+        with self.together():
+            _all_gather(whole, part.contiguous())
+        return whole
+
     def spread(self, tensors: Iterable[Tensor]) -> None:
         with self.together():
             for tensor in tensors:
@@ -145,7 +168,7 @@ class ManyRanks(Ranks):
         return found
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, call: str = "") -> Iterator[None]:
         """Inside, everything must go well: whatever interrupts it ends the exchange between ranks for good."""
         if self._inside:
             yield
@@ -161,8 +184,10 @@ class ManyRanks(Ranks):
             if isinstance(error, ContractError):
                 raise
             text = " ".join(str(error).split())[:200]
+            where = f" in {call}" if call else ""
             raise ContractError(
-                f"rank {self.rank} has lost the other ranks ({text}): start all of them again and resume."
+                f"rank {self.rank} has lost the other ranks{where} ({text}): all must make the same calls; start all "
+                "of them again and resume."
             ) from error
         finally:
             self._inside = False

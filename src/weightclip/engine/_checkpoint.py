@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from weightclip.engine._checkpoint_checks import alone, check_ledger
+from weightclip.engine._checkpoint_shards import read_shards, read_whole, remove_others, write_shards
 from weightclip.errors import ContractError, UncountedReleases, WeightclipError
 from weightclip.noise import Streams
 
@@ -36,12 +38,15 @@ _UNCOUNTED = (
 def save(engine: PrivacyEngine, path: Any) -> None:
     """Write the folder ``path``; what it held before stays whole until the new ledger takes its place.
 
-    Of several processes the first one writes: all hold the same.
+    Of several processes the first one writes, since all hold the same; of a sharded model each writes its rows.
     """
     if engine.model is None:
         raise ContractError("nothing to save: call make_private first.")
-    if not engine.ranks.first:
+    ranks, shards = engine.ranks, engine.shards
+    if shards is None and not ranks.first:
         return
+    if shards is not None:
+        ranks.agree(lambda: {"engine.save()": b""})
     state = engine.model.state_dict()
     if any(v.is_floating_point() and not bool(torch.isfinite(v).all()) for v in state.values()):
         raise ContractError("weights are not finite: not saved; the last good checkpoint is untouched.")
@@ -57,31 +62,49 @@ def save(engine: PrivacyEngine, path: Any) -> None:
         ledger["streams"], ledger["data"] = engine.streams.state(), fingerprint(engine, engine.streams)
         tensors |= {f"random.{kind}": value for kind, value in _random_states(engine.device).items()}
     target = Path(path)
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WeightclipError(f"cannot write the checkpoint '{target}': {error}") from error
-    with alone(target):
-        _replace(target, tensors, ledger)
+
+    def made() -> str:
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WeightclipError(f"cannot write the checkpoint '{target}': {error}") from error
+        return f"weights-{secrets.token_hex(8)}"
+
+    name = made() if shards is None else ranks.tell(made)
+    with alone(target) if ranks.first else contextlib.nullcontext():
+        if shards is None:
+            _replace(target, f"{name}.safetensors", tensors, ledger)
+            return
+        written = write_shards(engine, target / name, tensors)
+        ranks.tell(lambda: _commit(target, name, {"shards": written}, ledger))
 
 
-def _replace(target: Path, tensors: dict[str, Tensor], ledger: dict[str, Any]) -> None:
-    weights = target / f"weights-{secrets.token_hex(8)}.safetensors"
-    new = target / f".{weights.name}.json"
+def _replace(target: Path, name: str, tensors: dict[str, Tensor], ledger: dict[str, Any]) -> None:
+    weights = target / name
     try:
         save_file(tensors, str(weights))
         _sync(weights)
-        book = {"format": FORMAT, "weights": weights.name, "checksum": _checksum(ledger, weights), "ledger": ledger}
-        new.write_text(json.dumps(book, indent=1))
+        _commit(target, name, {}, ledger)
+    except BaseException:
+        weights.unlink(missing_ok=True)
+        raise
+
+
+def _commit(target: Path, name: str, more: dict[str, Any], ledger: dict[str, Any]) -> None:
+    """What ``name`` holds is complete: it becomes the checkpoint, and what was there before is removed."""
+    new = target / f".{name}.json"
+    try:
+        book = {"format": FORMAT, "weights": name, **more, "checksum": _checksum(ledger, target / name, more)}
+        new.write_text(json.dumps({**book, "ledger": ledger}, indent=1))
         _sync(new)
         os.replace(new, target / _LEDGER)  # the one moment in which the checkpoint changes
     except BaseException:
-        for leftover in (new, weights):
-            leftover.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
         raise
     for old in [*target.glob("weights-*.safetensors"), *target.glob(".weights-*.json")]:
-        if old != weights:
+        if old != target / name:
             old.unlink(missing_ok=True)
+    remove_others(target, name)
 
 
 def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
@@ -98,8 +121,12 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
     """
     if engine.model is None:
         raise ContractError("call make_private with the run's settings first, then load.")
-    # of several processes the first one reads, and all go on with what it found
-    ledger, tensors, data, nonce = engine.ranks.tell(lambda: _found(engine, Path(path), exact))
+    engine.ranks.agree(lambda: {"engine.load()": str(exact).encode()})
+    # of several processes the first one reads, and all go on with what it found; rows of a sharded model each reads
+    book, tensors, data, nonce = engine.ranks.tell(lambda: _found(engine, Path(path), exact))
+    ledger = book["ledger"]
+    if engine.shards is not None:
+        tensors = read_shards(engine, Path(path) / book["weights"], book)
     mine = _settings(engine)
     # one count of steps stands for one mechanism; a ledger holds each run's own
     public = () if engine.ledger else ("noise_multiplier", "sample_rate", "expected_batch_size", "mechanism")
@@ -148,15 +175,19 @@ def _found(
 
     No other resume shares the nonce: replayed steps never meet noise that was used before.
     """
-    ledger, tensors = _read(folder)
+    book, tensors = _read(folder, engine.shards is not None)
+    ledger = book["ledger"]
     _check_file(engine, ledger)
     saved = ledger["streams"] if exact and not engine.streams.is_secure else None
     data = None if saved is None else fingerprint(engine, Streams.from_state(saved))
-    return ledger, tensors, data, int.from_bytes(os.urandom(7), "little")
+    return book, tensors, data, int.from_bytes(os.urandom(7), "little")
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Ledger and tensors of a checkpoint, if both are whole, belong together and are what they should be."""
+def _read(folder: Path, sharded: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Ledger and tensors of a checkpoint, if both are whole, belong together and are what they should be.
+
+    ``sharded``: the tensors are read by all ranks, later.
+    """
     for _ in range(5):  # another process may save between our reading of the ledger and of the weights it names
         book, text = None, ""
         try:
@@ -164,12 +195,16 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             book = json.loads(text)
             if book["format"] != FORMAT:
                 raise ValueError(f"format {str(book['format'])[:20]}, this version reads {FORMAT}")
-            weights = folder / Path(book["weights"]).name
-            if _checksum(book["ledger"], weights) != book["checksum"]:
+            weights, more = folder / Path(book["weights"]).name, {k: book[k] for k in ("shards",) if k in book}
+            if _checksum(book["ledger"], weights, more) != book["checksum"]:
                 raise ValueError("its files were changed or do not belong together")
-            tensors = load_file(str(weights))
+            if sharded:
+                if not more:
+                    raise ValueError("it is of a model that was whole: load it before fully_shard")
+                return book, {}
+            tensors = read_whole(weights, book) if more else load_file(str(weights))
             check_ledger(book["ledger"], tensors)
-            return book["ledger"], tensors
+            return book, tensors
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
             if isinstance(error, FileNotFoundError) and book is not None and _changed(folder / _LEDGER, text):
                 continue
@@ -256,8 +291,11 @@ def feed(digest: Any, value: Any) -> None:
         digest.update(pickle.dumps(value, protocol=5))
 
 
-def _checksum(ledger: dict[str, Any], weights: Path) -> str:
+def _checksum(ledger: dict[str, Any], weights: Path, more: dict[str, Any]) -> str:
     digest = hashlib.blake2b(json.dumps(ledger, sort_keys=True).encode(), digest_size=32)
+    if more:  # digests of the shards are part of it
+        digest.update(json.dumps([weights.name, more], sort_keys=True).encode())
+        return digest.hexdigest()
     with weights.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
@@ -270,6 +308,8 @@ def _sync(path: Path) -> None:
 
 
 def _stored(value: Tensor) -> Tensor:
+    if hasattr(value, "device_mesh"):  # rows of this rank, written before anything changes them
+        return value.detach()
     return value.detach().cpu().contiguous().clone()
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weightclip.engine._sharded import unsharded_text, whole_state
+
 if TYPE_CHECKING:
     from weightclip.engine._engine import PrivacyEngine
 
@@ -82,8 +84,9 @@ def settings_digest(engine: PrivacyEngine) -> bytes:
     texts = [
         engine.noise_multiplier, engine.loader.sample_rate, engine.expected_batch_size, engine.loader._cutter,
         engine.views, release.grid, engine.bounds, engine.criterion.loss, release.allocation, release.knorm,
-        engine.adjacency, engine.accountant, engine.budget, model, *([] if release.exact is None else ["exact sums"]),
+        engine.adjacency, engine.accountant, engine.budget, *([] if release.exact is None else ["exact sums"]),
     ]  # fmt: skip
-    plain = json.dumps([re.sub(r" at 0x[0-9a-f]+", "", repr(text)) for text in texts])
-    state = [t for _, t in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items())]
+    words = [*map(repr, texts), unsharded_text(model)]
+    plain = json.dumps([re.sub(r" at 0x[0-9a-f]+", "", text) for text in words])
+    state = (t for _, t in whole_state(engine.shards, model))
     return hashlib.sha256(plain.encode() + tensors_digest(state, b"settings")).digest()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from weightclip._torch import forward_hooks
 from weightclip.accounting import Adjacency, Ledger, Mechanism, calibrate_sigma, epsilon
 from weightclip.certificate import KNOWN, Bounds, Certificate, OpenPlan, Plan, build_plan, numerics_for
-from weightclip.distributed import SharedLedger, find_ranks, refuse_parallel
+from weightclip.distributed import Shards, SharedLedger, find_ranks, find_shards
 from weightclip.engine import _checkpoint, _report
 from weightclip.engine._card import model_card
 from weightclip.engine._checkpoint_checks import readable
@@ -25,6 +25,7 @@ from weightclip.engine._fused_step import FusedStep
 from weightclip.engine._gate import OutputGate
 from weightclip.engine._install import install, output_shape, refuse_unused, size_up, test_records, uninstall
 from weightclip.engine._projection import InputProjection
+from weightclip.engine._sharded import make_release, refuse_whole_weights
 from weightclip.engine._step import Training
 from weightclip.engine._together import agree_on_run, share_weights
 from weightclip.engine._validate import (
@@ -39,7 +40,7 @@ from weightclip.engine._validate import (
 )
 from weightclip.errors import BudgetSpent, ContractError, WeightclipError
 from weightclip.losses import recognise
-from weightclip.noise import Allocation, Entrywise, Equal, GridSums, KNorm, Release, Streams, calibrate_epsilon0
+from weightclip.noise import Allocation, Entrywise, Equal, GridSums, KNorm, Streams, calibrate_epsilon0
 from weightclip.sampling import TAIL, PoissonLoader, Share, model_draws
 
 
@@ -74,6 +75,7 @@ class PrivacyEngine:
         self.resumed = 0  # how often a checkpoint was loaded
         self.uncounted = False  # whether releases after the checkpoint that was loaded are known to nobody
         self._training: Training | None = None
+        self.shards: Shards | None = None  # of a model under fully_shard
 
     # -- putting the pieces on -------------------------------------------------------------------------------------
 
@@ -144,9 +146,9 @@ class PrivacyEngine:
             raise ContractError("this engine already trains a model: use a new PrivacyEngine.")
         self.ranks.check()
         self.device = check_model(module)
-        refuse_parallel(module)
         if engine_of(module) is not None:
             raise ContractError("the model is already private: call detach() on its engine first.")
+        self.shards = find_shards(self.ranks, module)
         check_optimizer(module, optimizer)
         share_weights(self.ranks, module, generator is not None)
         self.bounds = (bounds or Bounds()).chosen()
@@ -171,15 +173,17 @@ class PrivacyEngine:
         loss = recognise(criterion, limited=self.bounds.limits_all())
         call = call_of(module, data_loader, example, self.device)
         is_open = self.bounds.is_open() and mechanism is None
+        refuse_whole_weights(self.shards, self.bounds, is_open)
         plan = OpenPlan(module, self.bounds) if is_open else build_plan(module, loss, self.bounds, call.positional())
-        release = Release(
-            plan, allocation or Equal(), self.noise_multiplier, self.expected_batch_size, [1.0] * len(plan.layers),
-            in_pieces=max_physical_batch_size is not None, views=self.views, grid=check_grid(release_grid),
-            knorm=mechanism, exact=GridSums(self.b_max * self.views, self.loader.pieces_of_all) if exact_sums else None,
+        draws = model_draws(module, call.random(2, 0))
+        release = make_release(
+            self.shards, plan, allocation or Equal(), self.noise_multiplier, self.expected_batch_size,
+            slack=[1.0] * len(plan.layers), in_pieces=max_physical_batch_size is not None, views=self.views,
+            grid=check_grid(release_grid), knorm=mechanism,
+            exact=GridSums(self.b_max * self.views, self.loader.pieces_of_all) if exact_sums else None,
         )  # fmt: skip
         products = {path: self.bounds.product.resolve(module.get_submodule(path), self.device) for path in plan.layers}
         entrywise = None if mechanism is None else Entrywise(loss, mechanism.p)
-        draws = model_draws(module, call.random(2, 0))
         training = Training(self, module, plan, call, release, products, entrywise, draws)
         self.optimizer, self.criterion = optimizer, PrivateCriterion(criterion, loss, self)
         try:
@@ -353,8 +357,6 @@ class PrivacyEngine:
 
         ``compiled``: the private model as ``torch.compile`` returns it, if its kernels are to be used.
         """
-        if self.model is None:
-            raise ContractError("no model yet: call make_private first.")
         return FusedStep(self, compiled)
 
     # -- save and resume --------------------------------------------------------------------------------------------

@@ -46,9 +46,13 @@ def with_room(plan: Plan | OpenPlan, slack: list[float]) -> tuple[list[float], l
 def install(t: Training) -> None:
     """Turn the layers private, put the doors on the model, and hook the optimiser."""
     t.rowwise = acts_on_rows(t.model)
+    if t.engine.shards is not None:
+        t.engine.shards.rest()
+        t.engine.shards.sync(False)
     bounds, device, optimizer = t.engine.bounds, t.engine.device, t.engine.optimizer
     of, places = bounds.of, {id(parameter): i for i, parameter in enumerate(t.release.parameters)}
-    t.collector = Collector(t.release.add, bounds.caps_of(""), t.drop)
+    places |= {id(leaf): i for i, leaf in enumerate(t.release.leaves)}
+    t.collector = Collector(t.release.add, bounds.caps_of(""), t.drop, getattr(t.release, "settled", None))
     for path in t.plan.layers:
         layers, cap, joint = t.plan.holders(path), of("layer_cap", path), of("joint_cap", path)
         bound = joint is None and (cap is None or t.release.knorm is not None)  # that one's norm is entrywise
@@ -61,6 +65,8 @@ def install(t: Training) -> None:
             )  # fmt: skip
         measure = t.plan.measure(path, t.release.knorm) if bound else None
         t.collector.enter(Entry.of(layers[0], places, 1, joint, measure, layers[1:]))
+        if t.engine.shards is not None:
+            t.engine.shards.introduce(layers)
     t.entrance = Entrance(t.call, t.plan.graph is not None, t.collector.anchor)
     if t.plan.graph is not None:
         t.entrance.look = functools.partial(_look, weakref.ref(t))
@@ -85,7 +91,7 @@ def install(t: Training) -> None:
     if t.plan.graph is None:
         t.collector.passes.prepare = functools.partial(_prepare, weakref.ref(t))
         t.handles += t.collector.watch(t.model)
-    for parameter in t.release.parameters:
+    for parameter in {id(p): p for p in (*t.release.parameters, *t.release.leaves)}.values():
         parameter.grad = None
         t.handles.append(parameter.register_post_accumulate_grad_hook(t.refuse_term))
     t.handles.append(optimizer.register_step_pre_hook(t.before_step))
@@ -125,6 +131,11 @@ def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], siz
     A plan without a graph learns from it which layers are used, how often, and on how much of a record.
     """
     model, call = t.model, t.entrance.call(signature)
+    if t.engine.shards is not None and signature != t.entrance.first:
+        raise ContractError(
+            "records of another shape came than make_private saw: under fully_shard all ranks must run the same "
+            "passes, and this rank alone would have to test the new shape. Give all records one shape (padding)."
+        )
 
     @contextlib.contextmanager
     def uncut(masks: int) -> Iterator[None]:  # the model's output with its graph behind it, and masks held fixed
@@ -136,7 +147,7 @@ def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], siz
             t.gate.owner = owner
 
     again = t.randomness.scope if t.draws else contextlib.nullcontext
-    probe = Probe(model, t.collector, uncut, again, t.release.parameters)
+    probe = Probe(model, t.collector, uncut, again, t.release.leaves)
     calls, passes = t.randomness.calls, t.collector.passes
 
     def find_rows() -> None:
@@ -228,6 +239,9 @@ def uninstall(t: Training) -> None:
     for handle in t.handles:
         handle.remove()
     t.handles.clear()
+    if t.engine.shards is not None:
+        t.engine.shards.rest()
+        t.engine.shards.sync(True)
     t.drop()
     t.info = None
     for module in t.model.modules():

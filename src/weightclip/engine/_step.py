@@ -9,6 +9,7 @@ the same sequence in one call, or as a CUDA graph. Charge and release follow eac
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -24,10 +25,10 @@ from weightclip.engine._example import Call
 from weightclip.engine._gate import Argument, Entrance, OutputGate, Passage
 from weightclip.engine._sensitivity import Sensitivities
 from weightclip.engine._together import agree_on_step
-from weightclip.engine._watch import Watch, refuse_stray_gradients
+from weightclip.engine._watch import Watch, evaluate_closure, refuse_scaler, refuse_stray_gradients
 from weightclip.errors import ContractError
 from weightclip.factors import Collector, Limits, Product
-from weightclip.noise import Entrywise, Quantiles, Release
+from weightclip.noise import Entrywise, Quantiles, Release, Streams
 from weightclip.sampling import FORWARD, BatchInfo, ForwardRandomness
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Training:
         self.sensitivity = Sensitivities(self, plan, release, entrywise)
         self.clip = WeightClipper(model, plan.bounds, list(plan.layers), self.sensitivity.gains)
         self.watch = Watch(model)
+        self.held = [*model.parameters(), *model.buffers()]
         self.strays: set[int] = set()  # parameters (by id) that the model uses past their layers, too
         self.test: Callable[[Any, tuple[bool, ...]], Tested | None]
         self.tested: dict[Any, Tested | None] = {}
@@ -254,7 +256,7 @@ class Training:
         for parameter in self.release.parameters:
             parameter.grad = None
         try:
-            self.run_backward(passage, self.release.parameters, mask)
+            self.run_backward(passage, self.release.leaves, mask)
         except BaseException:  # what is left of this draw lacks records: it must not be released, whoever goes on
             self._broken = None if self.info is None else self.info.draw
             self.drop()
@@ -293,8 +295,8 @@ class Training:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Step pre-hook of the optimiser: after the last piece of a draw its gradients are the release."""
-        _refuse_scaler(optimizer)
-        evaluated = _evaluate_closure(args, kwargs)
+        refuse_scaler(optimizer)
+        evaluated = evaluate_closure(args, kwargs)
         if self.released:  # a fused step has charged and set its gradients already
             self.released = self._skip = False
             self.refuse_strangers(optimizer)
@@ -323,6 +325,8 @@ class Training:
         first see that they are at the same step.
         """
         self.draw = self.info = None  # a charge that fails leaves no draw half spent
+        if self.engine.shards is not None:
+            self.engine.shards.refuse_gradients()
         agree_on_step(self)
         release(self.engine.charge())
 
@@ -334,23 +338,35 @@ class Training:
         """
         ranks, release, found = self.engine.ranks, self.release, self.sensitivity
         counts, limits = ([], []) if self.quantiles is None else (self.quantiles.counts(), self.quantiles.limits())
-        with ranks.together():
+        with ranks.together("optimizer.step()"):
             values = found.values
             if ranks.count > 1:
                 values = ranks.largest(values)
                 for count in counts:
                     ranks.sum_to_first(count)
                 release.exchange(ranks.sum_to_first)
-            if ranks.first:
+            if self.engine.shards is not None:
+                streams = self.engine.streams.for_release(step, self.content).of_first(ranks.tell)
+                release.release(values, streams, step)
+                self.adapt(streams, step)
+            elif ranks.first:
                 streams = self.engine.streams.for_release(step, self.content)
                 factors = found.factors if values is found.values else None
                 release.release(values, streams, step, factors)
-                if self.quantiles is not None:
-                    self.quantiles.release(streams, step)
+                self.adapt(streams, step)
             else:
                 release.receive()
-                self.drop()
+                self.adapt(None, step)
             ranks.spread(limits)
+
+    def adapt(self, streams: Streams | None, step: int) -> None:
+        """Limits follow the counts of this release, on the first process; the others hear of them."""
+        if self.quantiles is None:
+            return
+        if streams is not None and self.engine.ranks.first:
+            self.quantiles.release(streams, step)
+        else:
+            self.quantiles.clear()
 
     def mask_key(self, call: int) -> bytes:
         """The secret key of what the model draws in its ``call``-th pass over the present piece."""
@@ -360,7 +376,7 @@ class Training:
     def content(self) -> bytes:
         """What the noise of a seeded run is keyed by: weights, limits, and the sums that it is added to."""
         counts = [] if self.quantiles is None else self.quantiles.tensors()
-        content = (*self.release.parameters, *self.model.buffers(), *self.release.collected(), *counts)
+        content = itertools.chain(self.release.weights(), self.model.buffers(), self.release.collected(), counts)
         return tensors_digest(content, self.engine.streams.key("weightclip/digest"))
 
     def after_step(self, *_: Any) -> None:
@@ -370,29 +386,3 @@ class Training:
             due = self.engine.steps % self.engine.bounds.refresh == 0
             if due and (self.clip.work or self.plan.graph is not None):  # norms it finds serve the next certificate
                 self.clip()
-
-
-def _evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A closure runs once, here, before anything is released; the optimiser gets its value in place of it.
-
-    An optimiser that called it again would recompute gradients without noise.
-    """
-    closures = [f for f in (*args[1:], *kwargs.values()) if callable(f)]
-    if not closures:
-        return None
-    with torch.enable_grad():
-        value = closures[0]()
-
-    def known(given: Any) -> Any:
-        return (lambda: value) if given is closures[0] else given
-
-    return (args[0], *map(known, args[1:])), {name: known(given) for name, given in kwargs.items()}
-
-
-def _refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """A gradient scaler skips steps by the data."""
-    scaler = [name for name in ("grad_scale", "found_inf") if getattr(optimizer, name, None) is not None]
-    for name in scaler:
-        delattr(optimizer, name)
-    if scaler:
-        raise ContractError("GradScaler skips steps depending on the data: use bfloat16 autocast without a scaler.")

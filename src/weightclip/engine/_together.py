@@ -7,21 +7,20 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from weightclip.distributed import Ranks
 from weightclip.engine._checkpoint import feed
-from weightclip.engine._digest import settings_digest
+from weightclip.engine._digest import settings_digest, tensors_digest
 from weightclip.sampling import KeyedRecords, Wanted
 
 if TYPE_CHECKING:
     from weightclip.engine._engine import PrivacyEngine
     from weightclip.engine._step import Training
 
-_LOOKED_AT = 16  # records of the data set that ranks compare
+_LOOKED_AT = 256  # records of the data set that ranks compare
 
 
 @torch.no_grad()
@@ -30,7 +29,8 @@ def share_weights(ranks: Ranks, model: nn.Module, seeded: bool) -> None:
     state = [*model.named_parameters(), *model.named_buffers()]
     shapes = [(name, t.dtype, tuple(t.shape), t.requires_grad) for name, t in state]
     ranks.agree(lambda: {"the model": repr(shapes).encode(), "whether generator= is given": str(seeded).encode()})
-    ranks.spread([t.detach() for _, t in state])
+    # rows of a sharded parameter have one owner, whose they are
+    ranks.spread([t.detach() for _, t in state if not hasattr(t, "device_mesh")])
 
 
 def agree_on_run(engine: PrivacyEngine) -> None:
@@ -49,16 +49,17 @@ def agree_on_run(engine: PrivacyEngine) -> None:
 
 
 def _glance(engine: PrivacyEngine) -> bytes:
-    """A digest of the data set's length and of a few records, read with generators set to the same state.
+    """A digest of the data set's length and of some records, read with generators set to the same state.
 
-    Of a table of tensors all records count.
+    The first and the last, and others that the run's key chooses; of a table of tensors all records count.
     """
     dataset: Any = engine.loader.dataset
     n, digest = len(dataset), hashlib.blake2b(key=engine.streams.key("weightclip/glance"), digest_size=32)
     digest.update(str(n).encode())
     if isinstance(dataset, TensorDataset):
         digest.update(_checksum(dataset.tensors))
-    places = sorted(set(np.linspace(0, n - 1, min(n, _LOOKED_AT)).astype(int).tolist()))
+    drawn = engine.streams.numpy("weightclip/looked-at").integers(0, max(1, n), _LOOKED_AT)
+    places = sorted({0, n - 1, *drawn.tolist()}) if n > _LOOKED_AT else list(range(n))
     feed(digest, KeyedRecords(dataset).__getitems__(Wanted(places, None, None, bytes(32), 0)).records)
     return digest.digest()
 
@@ -66,23 +67,19 @@ def _glance(engine: PrivacyEngine) -> bytes:
 def agree_on_step(training: Training) -> None:
     """The number of the step, the weights, the units of the sums and the modes are the same on every rank."""
     engine, exact = training.engine, training.release.exact
+    held = [t for t in training.held if not hasattr(t, "device_mesh")]
     engine.ranks.check()
     engine.ranks.agree(
         lambda: {
             "the number of the step": str(engine.steps).encode(),
-            "the weights": _checksum([*training.model.parameters(), *training.model.buffers()]),
+            "the weights": _checksum(held),
             "the grid of sums": json.dumps(None if exact is None else exact.units).encode(),
+            "the order of sums": training.release.order,
         }
     )
 
 
 @torch.no_grad()
 def _checksum(tensors: Sequence[Tensor]) -> bytes:
-    """Tells tensors apart that differ in any bit, but for differences that cancel in a sum: no defence, a safety net.
-
-    Digests of all bits would take as long as a good part of the step; the start of a run compares those of the weights.
-    """
-    words = {1: torch.uint8, 2: torch.int16}
-    flats = [t.detach().contiguous().reshape(-1) for t in tensors if t.numel()]
-    sums = [t.view(words.get(t.element_size(), torch.int32)).sum(dtype=torch.int64) for t in flats]
-    return torch.stack(sums).cpu().numpy().tobytes() if sums else b""
+    """Tells tensors apart that differ in any bit, or in their order; on a CPU as cheap as a sum of all words."""
+    return tensors_digest(tensors, b"weightclip/agree")

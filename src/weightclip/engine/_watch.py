@@ -129,3 +129,29 @@ def refuse_stray_gradients(optimizer: torch.optim.Optimizer, ours: set[int]) -> 
                     "the optimizer holds a parameter with a gradient that is not private: freeze it, or make the model "
                     "private with it."
                 )
+
+
+def evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A closure runs once, here, before anything is released; the optimiser gets its value in place of it.
+
+    An optimiser that called it again would recompute gradients without noise.
+    """
+    closures = [f for f in (*args[1:], *kwargs.values()) if callable(f)]
+    if not closures:
+        return None
+    with torch.enable_grad():
+        value = closures[0]()
+
+    def known(given: Any) -> Any:
+        return (lambda: value) if given is closures[0] else given
+
+    return (args[0], *map(known, args[1:])), {name: known(given) for name, given in kwargs.items()}
+
+
+def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """A gradient scaler skips steps by the data."""
+    scaler = [name for name in ("grad_scale", "found_inf") if getattr(optimizer, name, None) is not None]
+    for name in scaler:
+        delattr(optimizer, name)
+    if scaler:
+        raise ContractError("GradScaler skips steps depending on the data: use bfloat16 autocast without a scaler.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,10 @@ class Sink:
         self.parts: dict[Any, Any] = {}  # of a layer with several products, by what tells them apart
         self.attach: Callable[[Any], Sink] | None = None  # gives one more part its way to the collector
         _sinks[self.key] = self
+
+    def know(self, weights: Iterable[Tensor]) -> None:
+        """These stand in the places of the layer's parameters while it runs (``fully_shard``), and nothing else."""
+        self.weights = {id(p): -1 for p in weights}
 
     def check(self, weight: Tensor) -> None:
         """Only the parameter itself may be multiplied with inputs here, not a multiple of it."""

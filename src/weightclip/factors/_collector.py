@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,11 @@ class Entry:
         if layer is self.layer and name in ("weight", "bias"):
             return self.weight if name == "weight" else self.bias
         return self.others.get(id(layer._parameters[name]))
+
+    def places(self) -> set[int]:
+        """Places of all its parameters that are trained."""
+        mine = (p for layer in (self.layer, *self.tied) for p in layer.parameters(recurse=False))
+        return {self.others[id(p)] for p in mine if id(p) in self.others}
 
     def capped(self) -> bool:
         """Whether a cap of its own, which follows no quantile, is the layer's only limit."""
@@ -134,6 +139,7 @@ class Collector:
         add: Receives (place in the release, sum over records).
         caps: How convolutions under the joint cap measure their gradients.
         drop: Called before a foreign backward pass is refused: what was collected so far must not be released.
+        done: Told the places of a layer's parameters as soon as the pass adds nothing more to them; None: nobody asks.
 
     Formal guarantees:
         While a collection is open, the sums handed to ``add`` hold for every record and every layer with a limit c_k of
@@ -145,9 +151,10 @@ class Collector:
     """
 
     def __init__(
-        self, add: Callable[[int, Tensor], None], caps: int = CHEAPEST, drop: Callable[[], None] = lambda: None
-    ) -> None:
-        self.add, self.caps, self.drop, self.entries = add, caps, drop, list[Entry]()
+        self, add: Callable[[int, Tensor], None], caps: int = CHEAPEST, drop: Callable[[], None] = lambda: None,
+        done: Callable[[Collection[int]], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.add, self.caps, self.drop, self.done, self.entries = add, caps, drop, done, list[Entry]()
         self.anchor: Tensor | None = None  # a leaf on the layers' device: every product of a pass leads to it
         self.rows: int | None = None  # of the open collection
         self.probe: Callable[[Entry, Tensor, Tensor], None] | None = None  # looks at factors, for tests on public data
@@ -255,6 +262,8 @@ class Collector:
                     use.own = own_gradients(use.part, *use.grouped(), use.part._wc_kind)
                 if use.own is None:
                     self._add(use, self._masked(self._scale(entry, use), d))
+                    if self.done is not None and entry.taken == max(1, entry.uses):
+                        self.done(entry.places())
                 else:
                     self._add_all([use], use.own.norm(_kinds.beta_of(use.part)) / entry.layer._wc_limits[2])
 
@@ -330,8 +339,11 @@ class Collector:
         scale = (1.0 / total.clamp(min=_TINY)).clamp(max=1.0)
         good = torch.isfinite(total) & (scale >= SMALLEST)  # smaller scales round by more than is allowed for
         scale = self._masked(torch.where(good, scale, torch.zeros_like(scale)), total)
+        last = {id(use.entry): use for use in uses}  # limits over several uses are taken when all are known
         for use in uses:
             self._add(use, scale)
+            if self.done is not None and last[id(use.entry)] is use:
+                self.done(use.entry.places())
 
     def _add(self, use: Use, scale: Tensor | None) -> None:
         entry, part = use.entry, use.part

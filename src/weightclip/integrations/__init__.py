@@ -1,6 +1,7 @@
 """Training loops of other libraries: Hugging Face Trainer and Accelerate, Lightning, skorch. Thin and optional.
 
-Imports `engine`; used by nobody in the package. A library is imported when its name below is first used.
+Imports `engine` and `distributed`; used by nobody in the package. A library is imported when its name below is first
+used.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from weightclip.integrations._privacy import Privacy as Privacy
 
 if TYPE_CHECKING:
     from weightclip.integrations._accelerate import prepare as prepare
+    from weightclip.integrations._lightning import PlainDDP as PlainDDP
     from weightclip.integrations._lightning import make_private_module as make_private_module
     from weightclip.integrations._skorch import PrivateNet as PrivateNet
     from weightclip.integrations._trainer import PrivateTrainer as PrivateTrainer
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "prepare": "_accelerate",
     "make_private_module": "_lightning",
+    "PlainDDP": "_lightning",
     "PrivateNet": "_skorch",
     "PrivateTrainer": "_trainer",
 }

@@ -9,6 +9,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import DataLoader
 
+from weightclip.distributed import find_ranks
 from weightclip.errors import ContractError
 from weightclip.integrations._privacy import Batches, Privacy
 
@@ -27,14 +28,20 @@ def prepare(
         (model, optimizer, loader, criterion); the engine is ``loader.engine``.
 
     Formal guarantees:
-        Those of :class:`weightclip.PrivacyEngine`. One process and no gradient scaler: others are refused.
+        Those of :class:`weightclip.PrivacyEngine`. Several processes each hold the plain model, which is not wrapped:
+        the engine adds their sums up before the noise. Plugins that shard or wrap it and gradient scalers are refused.
     """
-    if accelerator.num_processes > 1:
-        raise ContractError("Accelerate runs several processes, which average raw gradients: launch one process.")
+    processes, kind = accelerator.num_processes, accelerator.distributed_type.value
+    if processes != find_ranks().count or kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise ContractError(
+            f"Accelerate runs {processes} processes ({kind}), which would average raw gradients or shard the model: "
+            "launch one process, or several by torchrun without plugins."
+        )
     if accelerator.scaler is not None:
         raise ContractError("mixed_precision='fp16' scales gradients by the data: use 'bf16' or 'no'.")
     steps, size, records = accelerator.gradient_accumulation_steps, data_loader.batch_size or 1, data_loader.dataset
-    module = accelerator.prepare_model(module)  # moved, and cast: before the test of the model that is trained
+    # moved, and cast: before the test of the model that is trained; not wrapped to average raw gradients
+    module = accelerator.prepare_model(module, evaluation_mode=kind != "NO")
     engine = privacy.accumulating(size, steps, len(records)).engage(  # type: ignore[arg-type]
         epochs=epochs, divides=True, module=module, optimizer=optimizer, data_loader=data_loader, criterion=criterion,
     )  # fmt: skip

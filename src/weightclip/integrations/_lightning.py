@@ -5,12 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # pyright: ignore[reportMissingImports]
+from lightning.pytorch.strategies import DDPStrategy  # pyright: ignore[reportMissingImports]
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import ContractError, WeightclipError
 from weightclip.integrations._privacy import Batches, Privacy
+
+
+class PlainDDP(DDPStrategy):
+    """Lightning's "ddp" without the wrapper: every process holds the plain module, and its engine adds the sums up.
+
+    Formal guarantees:
+        Nothing here averages or exchanges gradients; those of the class :class:`weightclip.PrivacyEngine` hold.
+    """
+
+    def configure_ddp(self) -> None:
+        """The module stays as it is: a wrapper would average raw gradients before the noise."""
 
 
 class PrivacyCallback(Callback):
@@ -26,8 +38,13 @@ class PrivacyCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """One optimiser step takes all pieces of a draw."""
         pieces = self.engine.loader.pieces
-        if trainer.world_size > 1:
-            raise ContractError("Lightning runs several processes, which average raw gradients: use devices=1.")
+        if trainer.world_size != self.engine.ranks.count or (
+            trainer.world_size > 1 and not isinstance(trainer.strategy, PlainDDP)
+        ):
+            raise ContractError(
+                f"Lightning runs {trainer.world_size} processes, which average raw gradients: use devices=1, or "
+                "torchrun, init_process_group before make_private_module, and Trainer(strategy=PlainDDP())."
+            )
         if trainer.gradient_clip_val:
             raise ContractError(
                 "gradient_clip_val clips sums over records: use Privacy(bounds=Bounds(max_grad_norm=C))."

@@ -27,6 +27,7 @@ from weightclip.noise._mechanisms import round_release_ as round_release_
 from weightclip.noise._mechanisms import rounded_sensitivity as rounded_sensitivity
 from weightclip.noise._release import Release as Release
 from weightclip.noise._release import sum_slack as sum_slack
+from weightclip.noise._sharded import ShardedRelease as ShardedRelease
 from weightclip.noise._streams import NOISE as NOISE
 from weightclip.noise._streams import SAMPLING as SAMPLING
 from weightclip.noise._streams import Streams as Streams

@@ -55,9 +55,13 @@ class GridSums:
         """The sums of one physical batch."""
         for i, value in enumerate(sums):
             if value is not None:
-                whole = (value.double() / self.units[i]).trunc_().to(torch.int64)
+                whole = self.whole(i, value)
                 before = self.totals[i]
                 self.totals[i] = whole if before is None else before + whole
+
+    def whole(self, i: int, value: Tensor) -> Tensor:
+        """The sum of a physical batch for the i-th parameter in its units."""
+        return (value.double() / self.units[i]).trunc_().to(torch.int64)
 
     def values(self) -> list[Tensor | None]:
         """The totals as numbers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,7 @@ class Release:
                 back = getattr(module, "pull_back", None) if name == "weight" else None
                 self.blocks.append(Block(parameter, k, beta, back))
         self.parameters = [b.parameter for b in self.blocks]
+        self.leaves: list[Tensor] = list(self.parameters)  # what autograd would meet
         wide = any(b.parameter.dtype == torch.float64 for b in self.blocks)
         self.sizes = [b.parameter.numel() for b in self.blocks]
         self.device = self.blocks[0].parameter.device
@@ -74,6 +75,7 @@ class Release:
         self.noise_dtype = torch.float64 if wide else torch.float32
         self.sums: list[Tensor | None] = [None] * len(self.blocks)
         self.share: Callable[[Tensor], None] = lambda released: None  # hands what is released to other processes
+        self.order = b""  # of the reductions, where sums are reduced one by one
         self._kept: tuple[Tensor, tuple[float, int, int], list[float]] | None = None
 
     def split(self, flat: Tensor) -> list[Tensor]:
@@ -112,6 +114,10 @@ class Release:
         if self.exact is not None:
             self.exact.add(self.sums)
             self.sums = [None] * len(self.blocks)
+
+    def weights(self) -> Iterable[Tensor]:
+        """The parameters' values."""
+        return self.parameters
 
     def collected(self) -> list[Tensor | None]:
         """The sums so far: of type int64 on a grid."""

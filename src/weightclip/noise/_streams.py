@@ -123,6 +123,14 @@ class Streams:
         """
         return Streams(tell(lambda: self._root), path=self._path) if self.is_secure else self
 
+    def of_first(self, tell: Callable[[Callable[[], bytes]], bytes]) -> Streams:
+        """Streams for one release, which several processes make together: those of the first one.
+
+        Formal guarantees:
+            Every process has the same numbers; each uses those of the entries that it alone releases.
+        """
+        return Streams(tell(lambda: self._root), seed=self._seed, path=self._path)
+
     def child(self, label: str, *ints: int) -> Streams:
         """Streams of their own for a part of a run, as secure as these."""
         return Streams(self.key(label, *ints), seed=self._seed)
@@ -175,6 +183,10 @@ class Streams:
         if out.device.type != "cpu":
             return out.copy_(_normal_cpu_(torch.empty(out.shape, dtype=out.dtype), dtype, key))
         return _normal_cpu_(out, dtype, key)
+
+    def numbers(self, dtype: torch.dtype, label: str, *ints: int) -> Numbers:
+        """What :meth:`normal_` would fill a buffer on the CPU with, to be read in parts."""
+        return Numbers(self.key(label, *ints), _NUMPY_DTYPES[dtype])
 
     def seeds(self, label: str, *ints: int) -> tuple[int, int]:
         """Two seeds of 64 bits that belong to a label and some integers, for CUDA generators."""
@@ -234,6 +246,30 @@ class Streams:
 
     def __repr__(self) -> str:  # never shows the root
         return "Streams.secure()" if self.is_secure else f"Streams.seeded({self._seed})"
+
+
+class Numbers:
+    """The standard normals of one key, read in parts: a part is the same whoever reads it, and whatever else is read.
+
+    Parts that are read in order cost their own numbers and at most two blocks of 2^18.
+    """
+
+    def __init__(self, key: bytes, dtype: Any) -> None:
+        self._key, self._dtype = key, dtype
+        self._block, self._held = -1, np.empty(0)
+
+    def read_(self, out: Tensor, start: int) -> Tensor:
+        """Fill a flat buffer on the CPU with the numbers from place ``start`` on."""
+        array, done = out.numpy(), 0
+        while done < array.size:
+            block, begin = divmod(start + done, _BLOCK)
+            count = min(_BLOCK - begin, array.size - done)
+            if block != self._block:
+                self._held = philox.reset(self._key, block).standard_normal(_BLOCK, dtype=self._dtype)
+                self._block = block
+            array[done : done + count] = self._held[begin : begin + count]
+            done += count
+        return out
 
 
 def fill_normal_(out: Tensor, generators: list[torch.Generator]) -> Tensor:
