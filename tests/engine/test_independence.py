@@ -187,3 +187,65 @@ def test_masks_that_hide_nothing_are_tested(monkeypatch: pytest.MonkeyPatch):
         _with_masks()
     monkeypatch.setattr(Call, "masks", property(lambda self: []))  # the mutant: random masks only
     _with_masks()
+
+
+class Cancels(nn.Module):
+    """Two large terms cancel but for one part in a million: in single precision rounding is what is left of them."""
+
+    def __init__(self, mixing: float = 0.0) -> None:
+        super().__init__()
+        self.mixing = mixing
+        self.first, self.head = nn.Linear(6, 96), nn.Linear(6, 2)
+        self.register_buffer("weight", 30 * torch.randn(96, 80, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        large = (h @ self.weight).sum(1, keepdim=True) - (h * self.weight.sum(1)).sum(1, keepdim=True)
+        small = 1e-5 * h.sum(1, keepdim=True)
+        return self.head(x) + large + small + self.mixing * 1e-5 * h.sum()
+
+
+def started(model: nn.Module) -> wc.PrivacyEngine:
+    engine, data = wc.PrivacyEngine(), TensorDataset(torch.randn(24, 6), torch.zeros(24).long())
+    engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, batch_size=8),
+        criterion=nn.CrossEntropyLoss(), noise_multiplier=1.0,
+    )  # fmt: skip
+    return engine
+
+
+def test_rounding_is_told_from_mixing_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, in_double = [], _install.in_double
+    monkeypatch.setattr(_install, "in_double", lambda model: asked.append(model) or in_double(model))
+    torch.manual_seed(0)
+    model = Cancels()
+    before = [(t.data_ptr(), t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    engine = started(model)
+    assert asked  # in single precision it looked as if it mixed records
+    after = [t for t in (*model.parameters(), *model.buffers()) if t.dim()]
+    for (place, value), tensor in zip(before, after, strict=True):
+        assert tensor.data_ptr() == place and tensor.dtype == torch.float32 and torch.equal(tensor, value)
+    for x, y in engine.loader:
+        engine.criterion(model(x), y).backward()
+        engine.optimizer.step()
+    assert engine.steps == 3
+    torch.manual_seed(0)
+    with pytest.raises(wc.ContractError, match="mixes records"):
+        started(Cancels(mixing=0.1))
+
+
+def test_dropout_that_rarely_matters_is_no_mixing() -> None:
+    """Two draws that do the same by chance once hid that the model draws, and a third one then looked like mixing."""
+
+    class Rare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(6, 4), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.first(x)
+            return self.head(h * nn.functional.dropout(torch.ones_like(h[:, :1]), 0.1, self.training))
+
+    for seed in range(20):
+        torch.manual_seed(seed)
+        started(Rare())

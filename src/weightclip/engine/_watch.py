@@ -80,6 +80,20 @@ def in_modes(model: nn.Module, modes: tuple[bool, ...]) -> Iterator[None]:
             module.training = training
 
 
+@contextlib.contextmanager
+def in_double(model: nn.Module) -> Iterator[None]:
+    """The model in double precision, the same parameters and buffers; their memory is theirs again afterwards."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    before = [t.data for t in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.double()
+        yield
+    finally:
+        for tensor, data in zip(tensors, before, strict=True):
+            tensor.data = data
+
+
 class BufferGuard:
     """Forward pre-hook and hook of the model: a pass under gradients must leave every buffer as it is.
 
