@@ -311,3 +311,18 @@ def test_reduced_float32_precision_is_in_the_certificate() -> None:
         torch.set_float32_matmul_precision(before)
     assert numerics_for(device, None).operand == 0
     assert numerics_for(device, torch.bfloat16).weights == torch.bfloat16
+
+
+def test_one_autocast_around_a_whole_run_trains_as_one_for_each_step() -> None:
+    """autocast keeps its casts of weights until it is left: private layers ask for new ones."""
+    runs = [private(mlp(), table(24), batch=8, optimizer=lambda p: torch.optim.Adam(p, lr=0.05)) for _ in range(2)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step = runs[0].engine.fused_step()
+        for x, y in runs[0].loader:
+            step(x, y)
+    step = runs[1].engine.fused_step()
+    for x, y in runs[1].loader:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            step(x, y)
+    for name, value in runs[0].weights().items():
+        assert torch.equal(value, runs[1].weights()[name])
