@@ -15,6 +15,10 @@ class ContractError(WeightclipError, RuntimeError):
     """The training loop did something under which the guarantee would not hold."""
 
 
+class NotFinite(ContractError):
+    """A run came to numbers that are not finite: an event of its records and its noise, unlike other errors."""
+
+
 class UncountedReleases(UserWarning):
     """A run was resumed without a ledger: nothing says how much was released after its checkpoint was saved."""
 

@@ -176,11 +176,11 @@ def test_a_reader_that_is_overtaken_reads_again(saved: Path, tmp_path: Path, mon
     run.engine.save(tmp_path / "run")
     real, caught = _checkpoint._checksum, []
 
-    def checksum(ledger, weights):
+    def checksum(ledger, weights, *more):
         if not caught:
             caught.append(True)
             run.engine.save(tmp_path / "run")
-        return real(ledger, weights)
+        return real(ledger, weights, *more)
 
     fresh = started()
     monkeypatch.setattr(_checkpoint, "_checksum", checksum)

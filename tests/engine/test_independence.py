@@ -249,3 +249,34 @@ def test_dropout_that_rarely_matters_is_no_mixing() -> None:
     for seed in range(20):
         torch.manual_seed(seed)
         started(Rare())
+
+
+class EyeProduct(nn.Module):
+    """A product with the identity over records: next to a record whose square overflows, zero is no protection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).square()
+        return self.head(torch.eye(len(h), dtype=h.dtype) @ h)
+
+
+class RunningSums(nn.Module):
+    """Differences of running sums over records: what is large absorbs what comes after it, in single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sums = self.first(x).clamp(-1e7, 1e7).cumsum(0)
+        return self.head(sums - torch.cat([torch.zeros_like(sums[:1]), sums[:-1]]))
+
+
+@pytest.mark.parametrize("make", [EyeProduct, RunningSums])
+def test_mixing_that_double_precision_does_not_show_is_refused(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(wc.ContractError, match="changing one record"):
+        started(make())

@@ -80,7 +80,7 @@ def the_checkpoints_count_is_taken(patch: Patch) -> None:
 
     def believe(engine, path, *, exact) -> None:
         load(engine, path, exact=exact)
-        engine.steps = _checkpoint._read(path)[0]["steps"]
+        engine.steps = _checkpoint._read(path)[0]["ledger"]["steps"]
 
     patch.setattr(_checkpoint, "load", believe)
     patch.setattr(PrivacyEngine, "mechanisms", lambda self: [self._mechanism(self.steps)])

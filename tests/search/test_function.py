@@ -114,7 +114,7 @@ def its_own_noise(run):
     ("function", "said"),
     [(no_engine, "never called run.make_private"), (less_noise, "more than was paid for"),
      (more_steps, "more than was paid for"), (its_own_noise, "is the search's to set"),
-     (lambda run: train(run) * math.nan, "one finite number"), (lambda run: train(run) and None, "one finite number")],
+     (lambda run: train(run) * math.nan, "every run"), (lambda run: train(run) and None, "every run")],
     ids=["no engine", "less noise", "more steps", "noise of its own", "a score that is no number", "no score"],
 )  # fmt: skip
 def test_functions_that_do_not_pay_are_refused(function, said):

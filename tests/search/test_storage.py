@@ -8,9 +8,11 @@ import random
 import pytest
 from tests import search_kit as kit
 
-from weightclip.errors import WeightclipError
+from weightclip.errors import ContractError, NotFinite, WeightclipError
+from weightclip.noise import Streams
 from weightclip.search import _storage
 from weightclip.search._storage import Place, SearchOver
+from weightclip.tabular import OneProcess, take_part
 
 pytest.importorskip("optuna", reason="needs the extra 'search'")
 FULL = os.environ.get("WEIGHTCLIP_FULL") == "1"
@@ -126,3 +128,50 @@ def test_two_workers_and_a_kill_on_a_server(tmp_path):
     board.erase()
     with pytest.raises(WeightclipError, match="there is no search"):
         kit.board_at(place).join(kit.SETTINGS)
+
+
+def faulty(done: list[int], bad: set[int], error: Exception):
+    """Runs that note themselves; some of them fail."""
+
+    def run(streams, generator):
+        done.append(len(done))
+        if done[-1] in bad:
+            raise error
+        return 0.1 * done[-1], {"number": done[-1]}
+
+    return run
+
+
+@pytest.mark.parametrize("error", [NotFinite("weights"), RuntimeError("of the user's"), ZeroDivisionError()])
+def test_a_run_that_fails_is_done_and_never_repeated(error, tmp_path):
+    place, what = kit.begun(tmp_path, 4)
+    boards = [OneProcess(what.drawn), kit.board_at(place)]
+    boards[1].join(kit.SETTINGS)
+    for board in boards:
+        done: list[int] = []
+        take_part(faulty(done, {0, 3}, error), Streams.secure(), board)
+        assert done == [0, 1, 2, 3] and list(board.runs()) in ([], [0, 1, 2, 3])
+        assert board.best() == (0.2, {"number": 2})
+
+
+def test_a_search_whose_runs_all_fail_says_so(tmp_path):
+    place, what = kit.begun(tmp_path, 2)
+    boards = [OneProcess(what.drawn), kit.board_at(place)]
+    boards[1].join(kit.SETTINGS)
+    for board in boards:
+        take_part(faulty([], {0, 1}, NotFinite("secret 17")), Streams.secure(), board)
+        with pytest.raises(WeightclipError, match="every run") as said:
+            board.best()
+        assert "17" not in str(said.value)
+
+
+def test_a_call_that_is_wrong_whatever_the_records_is_said_at_once(tmp_path):
+    done: list[int] = []
+    with pytest.raises(ContractError, match="wrong"):
+        take_part(faulty(done, {0}, ContractError("wrong")), Streams.secure(), OneProcess(kit.agreed(3).drawn))
+    assert done == [0]
+
+
+def test_an_sqlite_url_with_a_driver_is_refused(tmp_path):
+    with pytest.raises(WeightclipError, match="sqlite:///"):
+        Place.of(f"sqlite+pysqlite:///{tmp_path}/x.db", tmp_path / "model")

@@ -183,7 +183,7 @@ def _found(
     return book, tensors, data, int.from_bytes(os.urandom(7), "little")
 
 
-def _read(folder: Path, sharded: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(folder: Path, sharded: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Ledger and tensors of a checkpoint, if both are whole, belong together and are what they should be.
 
     ``sharded``: the tensors are read by all ranks, later.
@@ -291,7 +291,7 @@ def feed(digest: Any, value: Any) -> None:
         digest.update(pickle.dumps(value, protocol=5))
 
 
-def _checksum(ledger: dict[str, Any], weights: Path, more: dict[str, Any]) -> str:
+def _checksum(ledger: dict[str, Any], weights: Path, more: dict[str, Any] | None = None) -> str:
     digest = hashlib.blake2b(json.dumps(ledger, sort_keys=True).encode(), digest_size=32)
     if more:  # digests of the shards are part of it
         digest.update(json.dumps([weights.name, more], sort_keys=True).encode())

@@ -369,18 +369,17 @@ class PrivacyEngine:
         """Resume from :meth:`save`. By default with fresh noise, charging replayed steps again.
 
         With a ledger the count is the ledger's, never the checkpoint's. Without one, releases made after the checkpoint
-        was saved are known to nobody: a warning and ``report()["not_covered"]`` say so.
-
-        ``exact=True`` (only with ``generator=``) continues the very same noise and draws; the data set must be the
-        same, which is checked by a keyed hash.
+        was saved are known to nobody: a warning and ``report()["not_covered"]`` say so. ``exact=True`` (only with
+        ``generator=``) continues the same noise and draws, on the same data set, which a keyed hash checks.
         """
         with readable(path):
             _checkpoint.load(self, path, exact=exact)
 
 
-def _sample_rate(data_loader: DataLoader, sample_rate: float | None) -> float:
-    probe = PoissonLoader(data_loader, sample_rate=sample_rate, streams=Streams.secure(), on_batch=lambda info: None)
-    return probe.sample_rate
+def _sample_rate(data_loader: DataLoader, rate: float | None) -> float:
+    return PoissonLoader(
+        data_loader, sample_rate=rate, streams=Streams.secure(), on_batch=lambda info: None
+    ).sample_rate
 
 
 def engine_of(model: nn.Module) -> PrivacyEngine | None:

@@ -46,7 +46,7 @@ class Facts:
 
 
 class MixesRecords(ContractError):
-    """One record changed another's output or product."""
+    """A record's output or product was another at another place or batch size, which rounding may do as well."""
 
 
 class Probe:
@@ -175,7 +175,7 @@ def acts_on_rows(model: nn.Module) -> bool:
     return True
 
 
-def check_independence(probe: Probe, call: Call, size: int, rowwise: bool = False) -> Facts | None:
+def check_independence(probe: Probe, call: Call, size: int, rowwise: bool = False, places: bool = True) -> Facts | None:
     """Refuse a model in which one record changes another's output or product.
 
     On random public records, at batch sizes 1, 2, 7 and ``size``: one record is changed (also to one of 1e30, next to
@@ -185,7 +185,9 @@ def check_independence(probe: Probe, call: Call, size: int, rowwise: bool = Fals
     Formal guarantees:
         Reads shapes and types of ``call`` only. A test, no proof: a branch on values that random records never take is
         not found. Returns what was seen; None where random records could not be run at all. With ``rowwise`` (the model
-        :func:`acts_on_rows`) there is nothing to find but how its layers are used.
+        :func:`acts_on_rows`) there is nothing to find but how its layers are used. Without ``places`` records keep
+        theirs. A change of others' values alone is a :class:`ContractError`; where place or batch size changed too, it
+        is :class:`MixesRecords`.
     """
     seen: Facts | None = None
     if rowwise:
@@ -195,7 +197,7 @@ def check_independence(probe: Probe, call: Call, size: int, rowwise: bool = Fals
             return runs[0]
     for n in dict.fromkeys((*_SIZES, max(1, size))):
         with exact_products(call.tensors[0].device):
-            base = _check_size(probe, call, n)
+            base = _check_size(probe, call, n, places)
         if base is not None:
             seen = base if seen is None else _both(seen, base)
     return seen
@@ -234,7 +236,7 @@ def _draw_for(probe: Probe, call: Call, n: int) -> Draw | None:
     return best
 
 
-def _check_size(probe: Probe, call: Call, n: int) -> Facts | None:
+def _check_size(probe: Probe, call: Call, n: int, places: bool) -> Facts | None:
     """All comparisons at one batch size; None where the model does not take it."""
     with _quiet_modules(probe.model, False):
         draw = _draw_for(probe, call, n)
@@ -256,7 +258,7 @@ def _check_size(probe: Probe, call: Call, n: int) -> Facts | None:
         if probe.draws or not _alike(base, probe(here, masks=1)):
             still = _StillDraws()
         with still:
-            _check_places(probe, here, there)
+            _check_places(probe, here, there, places)
     return seen
 
 
@@ -274,8 +276,8 @@ def _check_changes(probe: Probe, here: Call, there: Call, seen: Facts) -> None:
         _compare(alone, none, others, None, "changing one record")
 
 
-def _check_places(probe: Probe, here: Call, there: Call) -> None:
-    """Another batch before, one record less, other places, and a batch of equal records."""
+def _check_places(probe: Probe, here: Call, there: Call, places: bool) -> None:
+    """Another batch before; with ``places``, one record less, other places, and a batch of equal records."""
     n = len(here.tensors[0])
     everyone, others = list(range(n)), [i for i in range(n) if i != n // 2]
     base = probe(here)
@@ -283,7 +285,7 @@ def _check_places(probe: Probe, here: Call, there: Call) -> None:
         return  # draws that cannot be held still
     probe(there)
     _compare(base, probe(here), everyone, None, "a batch that came before (state kept in the model)")
-    if n > 1:
+    if n > 1 and places:
         fewer = here.map(lambda t: t[others] if t.dim() else t)
         _compare(base, probe(fewer), others, everyone[:-1], "removing one record")
         moved = here.map(lambda t: t.flip(0) if t.dim() else t)
@@ -352,7 +354,7 @@ def _marked(t: Tensor, i: int, one: int) -> Tensor:
 def _compare(base: Facts, other: Facts, rows: list[int], places: list[int] | None, what: str) -> None:
     """Rows of ``base`` must be those at ``places`` of ``other`` (the same rows by default)."""
     if not _alike(base, other, rows, rows if places is None else places):
-        raise MixesRecords(
+        raise (ContractError if places is None else MixesRecords)(
             f"the model mixes records: {what} changed another record's output or gradient. Batch statistics, means "
             "over the batch, state kept between batches and branches on the batch size cannot be made private."
         )

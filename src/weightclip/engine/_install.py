@@ -193,16 +193,19 @@ def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], siz
 
 
 def _checked(probe: Probe, call: Call, size: int, rowwise: bool) -> Facts | None:
-    """:func:`check_independence`; a model that seems to mix records is asked again in double precision.
+    """:func:`check_independence`; a record that is another at another place is looked at again in double precision.
 
     Where a layer's gradient is nearly nothing, its rounding, which is another at other batch sizes, may be a good part
-    of it. In double precision that part is gone, and what one record does to another is not.
+    of it. In double precision that part is gone, and what one record does to another is not. Values of others in the
+    same places change no rounding: such a change is final, in the precision of the model, at all sizes (numbers that
+    overflow there do not in double precision).
     """
     try:
         return check_independence(probe, call, size, rowwise)
     except MixesRecords as error:
         if not all(type(p.data) is Tensor for p in probe.model.parameters()):  # parts of parameters stay as they are
             raise
+        check_independence(probe, call, size, places=False)
         with in_double(probe.model):
             wide = call.map(lambda t: t.double() if t.is_floating_point() else t)
             try:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weightclip._device import Recorder
 from weightclip.certificate import Evaluation, Gains, OpenPlan, Plan, build_plan, numerics_for
-from weightclip.errors import CertificationError, ContractError
+from weightclip.errors import CertificationError, ContractError, NotFinite
 from weightclip.noise import Entrywise, Release
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Sensitivities:
         if plain and (not on_cpu or self._weightless):
             self.values, self.factors, self.reach = self._recorded()
             if often and not self.fit():
-                raise ContractError(_NOT_FINITE)
+                raise NotFinite(_NOT_FINITE)
             return
         try:
             evaluations = self.evaluate()
@@ -137,14 +137,14 @@ class Sensitivities:
         except CertificationError:  # an infinite weight looks like a layer without a bound
             if self.release.finite():
                 raise
-            raise ContractError(_NOT_FINITE) from None
+            raise NotFinite(_NOT_FINITE) from None
         finite: Any = torch.isfinite(self.values).all()
         if often and not self.plan.needs_gains:  # the bounds do not look at the weights then
             finite = finite & self.release.finite()
         # an activation beyond float32 would make its record's gradient NaN, and with it the sum
         huge = often and any(_OVERFLOW < float(e.x) < math.inf for e in evaluations.values())
         if often and (huge or not bool(finite)):
-            raise ContractError(_NOT_FINITE)
+            raise NotFinite(_NOT_FINITE)
 
     def _recorded(self) -> Found:
         """Sensitivities, factors of the noise and l2 bounds of inputs: recorded, and replayed while only values change.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from weightclip.accounting import Adjacency, Mechanism, epsilon
 from weightclip.engine import PrivacyEngine, model_card, one_line
-from weightclip.errors import WeightclipError
+from weightclip.errors import NotFinite, WeightclipError
 from weightclip.noise import Streams
 from weightclip.sampling import TAIL
 from weightclip.search._shared import streams
@@ -227,11 +227,12 @@ class FunctionSearch:
         ]  # fmt: skip
         how_long = "how long the search took, and how busy its processes were: both tell of the number of runs"
         inside = "whatever the training function did with the records beside the private loader and its score"
+        same = "that records, and modules the function imports, were the same in all runs, should the search be resumed"
         return {
             **run, "accountant": "rdp", "mechanisms": entries, "epsilon": total, "target_epsilon": self.epsilon,
             "statement": f"({total:.4g}, {self.delta:g})-differentially private for adding or removing one record.",
             "search": {"mean_runs": self.mean_runs, "score": score},
-            "not_covered": [*run["not_covered"], how_long, inside],
+            "not_covered": [*run["not_covered"], how_long, inside, same],
         }  # fmt: skip
 
 
@@ -301,5 +302,5 @@ def _number(score: Any) -> float:
     except (TypeError, ValueError):
         value = math.nan
     if not math.isfinite(value):
-        raise WeightclipError("the training function must return its score: one finite number.")
+        raise NotFinite("the training function must return its score: one finite number.")
     return value

@@ -30,7 +30,7 @@ class Work(Protocol):
         ...
 
     def settings(self) -> str:
-        """Everything public that decides about a run, and a digest of the records."""
+        """Everything public that decides about a run, and a digest of the records where they are known."""
         ...
 
     def cost(self) -> float:

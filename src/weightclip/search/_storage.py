@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import quote
 
 from weightclip.errors import WeightclipError
-from weightclip.tabular import Drawn
+from weightclip.tabular import ALL_FAILED, FAILED, Drawn
 
 _SQLITE = "sqlite:///"
 _BEAT = 5.0  # seconds between two signs of life of a run that is under way
@@ -58,6 +58,8 @@ class Place:
     def of(cls, storage: str | None, out: Path) -> Place:
         """From ``--storage`` (a URL, or the path of an SQLite file; None: a file beside the model)."""
         out = Path(os.path.abspath(out))
+        if storage is not None and storage.startswith("sqlite+"):
+            raise WeightclipError("--storage: name an SQLite file by its path, or as sqlite:///path, without a driver.")
         if storage is not None and "://" in storage:
             return cls(storage, f"weightclip/{out.name}")
         file = out.with_name(out.name + ".search") if storage is None else Path(os.path.abspath(storage))
@@ -206,7 +208,8 @@ class SharedBoard:
 
     def put(self, number: int, score: float, result: Any) -> None:
         """Keep what came of a run; the result only where it can still win."""
-        state, attempt, coded = self._optuna.trial.TrialState.COMPLETE, self._mine.pop(number), self._encode(result)
+        state, attempt = self._optuna.trial.TrialState.COMPLETE, self._mine.pop(number)
+        coded = None if score == FAILED else self._encode(result)
         with self._guarded():
             best = max((t.values[0] for t in self._trials() if t.state.is_finished()), default=-float("inf"))
             if score >= best:
@@ -220,6 +223,8 @@ class SharedBoard:
             trials = self._trials()
             assert all(t.state.is_finished() for t in trials), "not all runs are done"
             won = max(trials, key=lambda t: (t.values[0], -t.number))
+            if won.values[0] == FAILED:
+                raise WeightclipError(ALL_FAILED)
             stored = self._storage.get_study_user_attrs(self._study)[_result(won.number, int(won.values[1]))]
         return float(won.values[0]), self._decode(stored)
 
@@ -340,7 +345,7 @@ def _digest(settings: str) -> str:
 
 def _begun(place: Place) -> str:
     where = f"remove {place}" if place.file is not None else f"delete the study {place.name!r} there"
-    return f"a search was begun in {place}: go on with --resume, or {where} (nothing of it was released)."
+    return f"a search was begun in {place}: go on with --resume, or {where} (a model it has written counts)."
 
 
 def _nothing(place: Place) -> str:

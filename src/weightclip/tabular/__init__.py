@@ -5,6 +5,8 @@ Used by `audit` and the command line.
 
 from __future__ import annotations
 
+from weightclip.tabular._board import ALL_FAILED as ALL_FAILED
+from weightclip.tabular._board import FAILED as FAILED
 from weightclip.tabular._board import Board as Board
 from weightclip.tabular._board import Drawn as Drawn
 from weightclip.tabular._board import OneProcess as OneProcess

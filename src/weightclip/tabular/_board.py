@@ -13,9 +13,15 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from weightclip.errors import NotFinite, WeightclipError
 from weightclip.noise import Streams
 
 T = TypeVar("T")
+FAILED = -1e300  # the score of a run that failed
+ALL_FAILED = (
+    "every run of the search failed: do one by itself (weightclip train, or a call of your function) on records that "
+    "you may look at, to see why."
+)
 
 Run = Callable[[Streams, np.random.Generator], tuple[float, T]]
 """One private run: from its own streams, and a generator for its candidate, to a noisy score and what it releases."""
@@ -97,6 +103,8 @@ class OneProcess:
     def best(self) -> tuple[float, Any]:
         """Score and result of the run that won."""
         assert self._best is not None
+        if self._best[0] == FAILED:
+            raise WeightclipError(ALL_FAILED)
         return self._best
 
 
@@ -107,9 +115,18 @@ def take_part(run: Run[T], root: Streams, board: Board) -> None:
         run: One private run; it draws its candidate with the generator, independently of the records.
         root: Randomness of this process; each run gets streams of its own.
         board: Where runs are given out, and results kept.
+
+    Formal guarantees:
+        A run that fails is a run that is done, with the lowest of all scores: whether it fails may depend on records
+        and noise (weights that diverge), and to do it again would choose among attempts that nobody has paid for.
     """
     for number in board.runs():
-        score, result = run(root.child("tune/run", number), board.drawn.candidate(number))
+        try:
+            score, result = run(root.child("tune/run", number), board.drawn.candidate(number))
+        except Exception as error:
+            if isinstance(error, WeightclipError) and not isinstance(error, NotFinite):
+                raise  # says what is wrong with the call, whatever the records
+            score, result = FAILED, None
         board.put(number, score, result)
 
 

@@ -43,9 +43,9 @@ def text(
 ) -> None:
     """Fine-tune MiniLM on SST-2: settings chosen on the dev part by the same trials for all, test part read once.
 
-    Examples:
-        weightclip-study text --prepare --part lora
-        weightclip-study text --part lora --epsilon 8 --method cap --method opacus --jobs 3
+    First --prepare, then --part lora --epsilon 8 --method cap --method opacus --jobs 3, say.
+
+    Example: weightclip-study text --prepare --part lora
     """
     import torch
 
