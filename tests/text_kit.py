@@ -42,7 +42,8 @@ def install(folder: Path, patch: pytest.MonkeyPatch, seed: int = 0) -> TextEncod
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
     tokenizer.save(str(model / "tokenizer.json"))
-    patch.setattr(sys, "path", [*sys.path, str(folder)])
+    patch.setattr(sys, "path", [str(folder), *sys.path])  # in front: another test may have left one of that name
+    patch.delitem(sys.modules, name, raising=False)
     patch.setitem(ENCODERS, "tiny", Package(name, "tiny-encoder"))
     load_encoder.cache_clear()
     return load_encoder("tiny")
