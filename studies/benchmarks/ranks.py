@@ -18,7 +18,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
+from weightclip_studies.bench import endless_steps
 
 MODELS = {"mlp": (64, 256, 256, 10), "wide": (512, 1024, 1024, 10)}
 FIELDS = ["model", "parameters", "what", "ranks", "batch", "wall_s", "cpu_s", "message_bytes", "model_s"]
@@ -68,21 +69,7 @@ def private_step(sizes: tuple[int, ...], batch: int, **settings: Any) -> Callabl
         criterion=nn.CrossEntropyLoss(), **settings,
     )  # fmt: skip
 
-    def batches() -> Iterator[Any]:
-        while True:
-            yield from loader
-
-    source = batches()
-
-    def step() -> None:
-        before = engine.steps
-        while engine.steps == before:
-            x, y = next(source)
-            optimizer.zero_grad()
-            loss(model(x), y).backward()
-            optimizer.step()
-
-    return step
+    return endless_steps(engine, model, optimizer, loader, loss)
 
 
 def measured(step: Callable[[], None], steps: int) -> tuple[float, float]:

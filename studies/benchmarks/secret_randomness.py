@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import weightclip as wc
 from weightclip.sampling import KeyedRecords, Wanted
+from weightclip_studies.bench import endless_steps
 
 
 def mlp() -> nn.Module:
@@ -45,20 +46,7 @@ def step_of(make: Callable[[], nn.Module], shape: tuple[int, ...], batch: int, *
         criterion=nn.CrossEntropyLoss(), bounds=wc.Bounds(layer_radius=1.0, cotangent_radius=0.5), **settings,
     )  # fmt: skip
 
-    def batches() -> Iterator[Any]:
-        while True:
-            yield from loader
-
-    source = batches()
-
-    def step() -> None:
-        before = engine.steps
-        while engine.steps == before:
-            x, y = next(source)
-            optimizer.zero_grad()
-            loss(model(x), y).backward()
-            optimizer.step()
-
+    step = endless_steps(engine, model, optimizer, loader, loss)
     step.engine = engine  # type: ignore[attr-defined]
     return step
 

@@ -15,7 +15,7 @@ import csv
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
+from weightclip_studies.bench import endless_steps
 
 WIDTH = 1024
 PRIVATE: dict[str, dict[str, Any]] = {
@@ -74,21 +75,7 @@ def private_step(width: int, depth: int, batch: int, pieces: int = 1, **settings
         criterion=nn.CrossEntropyLoss(), **settings,
     )  # fmt: skip
 
-    def batches() -> Iterator[Any]:
-        while True:
-            yield from loader
-
-    source = batches()
-
-    def step() -> None:
-        before = engine.steps
-        while engine.steps == before:
-            x, y = next(source)
-            optimizer.zero_grad()
-            loss(model(x), y).backward()
-            optimizer.step()
-
-    return step
+    return endless_steps(engine, model, optimizer, loader, loss)
 
 
 def memory(name: str) -> float:

@@ -12,8 +12,11 @@ from pathlib import Path
 
 from tests import search_kit as kit
 
+from weightclip.errors import NotFinite
+from weightclip.noise import Streams
 from weightclip.search import _storage
 from weightclip.search._storage import Place
+from weightclip.tabular import _board
 
 
 @contextlib.contextmanager
@@ -39,6 +42,24 @@ def a_killed_worker_hides_no_run() -> None:
         kit.killed([pid], 0.0)
         kit.is_whole(kit.finish(place, log, what), log, what)
         assert len(kit.attempts(log)) == 4, "the run of the killed worker is done again"
+
+
+def a_run_that_fails_is_done() -> None:
+    """Whether it fails may depend on records and noise: to do it again would be a choice that nobody has paid for."""
+    with _folder() as (folder, _):
+        place, what = kit.begun(folder, 3)
+        board, done = kit.board_at(place), [0]
+
+        def run(streams: object, generator: object) -> tuple[float, dict[str, int]]:
+            done[0] += 1
+            if done[0] == 1:
+                raise NotFinite("weights")
+            return 0.5, {}
+
+        board.join(kit.SETTINGS)
+        _board.take_part(run, Streams.secure(), board)
+        board.close()
+        assert done[0] == len(what.drawn.candidates), "a run that failed was done again"
 
 
 def what_was_drawn_stays_when_a_search_is_resumed() -> None:
@@ -109,6 +130,7 @@ def only_the_owner_reads_it_and_nothing_is_left() -> None:
 CHECKS = (
     runs_of_all_workers_are_those_that_were_drawn,
     a_killed_worker_hides_no_run,
+    a_run_that_fails_is_done,
     what_was_drawn_stays_when_a_search_is_resumed,
     one_attempt_counts_where_two_end,
     nothing_is_shown,

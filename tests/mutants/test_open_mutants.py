@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.engine import test_independence as independence
 from tests.engine import test_open_models as tests
 from tests.engine import test_sequences as sequences
 from tests.engine.test_holes import REFUSED
@@ -12,13 +13,25 @@ from tests.mutants.kit import Mutants
 from torch import Tensor
 
 import weightclip as wc
-from weightclip.engine import _criterion, _gate, _install
+from weightclip.engine import _criterion, _gate, _independence, _install
 from weightclip.engine._step import Training
 from weightclip.factors._rows import Layout, Table
 
 Patch = pytest.MonkeyPatch
 MUTANTS = Mutants()
 mutant = MUTANTS.noticed_by
+
+
+@mutant(lambda: independence.test_mixing_that_double_precision_does_not_show_is_refused(independence.EyeProduct))
+def double_precision_decides_about_everything(patch: Patch) -> None:
+    """Numbers that overflow in the precision of the model, and there alone, hide one record behind another."""
+    check = _install.check_independence
+
+    def kept(probe, call, size, rowwise=False, places=True):
+        return check(probe, call, size, rowwise) if places else None
+
+    patch.setattr(_independence, "ContractError", _independence.MixesRecords)
+    patch.setattr(_install, "check_independence", kept)
 
 
 @mutant(sequences.test_a_length_at_which_records_mix_is_refused_when_it_comes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable
@@ -11,9 +12,10 @@ import pytest
 from tests.mutants import search_checks as checks
 from tests.mutants.kit import Mutants
 
+from weightclip.errors import NotFinite
 from weightclip.search import _storage
 from weightclip.search._storage import SharedBoard
-from weightclip.tabular import Drawn
+from weightclip.tabular import Drawn, _board
 
 pytest.importorskip("optuna", reason="needs the extra 'search'")
 pytestmark = [
@@ -29,6 +31,21 @@ mutant = MUTANTS.noticed_by
 @pytest.mark.parametrize("check", checks.CHECKS, ids=lambda c: c.__name__)
 def test_a_shared_search_passes(check: Callable[[], None]) -> None:
     check()
+
+
+@mutant(checks.a_run_that_fails_is_done)
+def a_run_that_fails_is_done_again(patch: Patch) -> None:
+    take_part = _board.take_part
+
+    def again(run, root, board) -> None:
+        def until_it_works(streams, generator):
+            while True:
+                with contextlib.suppress(NotFinite):
+                    return run(streams, generator)
+
+        take_part(until_it_works, root, board)
+
+    patch.setattr(_board, "take_part", again)
 
 
 @mutant(checks.runs_of_all_workers_are_those_that_were_drawn)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from weightclip.engine._checkpoint_checks import alone, check_ledger
-from weightclip.engine._checkpoint_shards import read_shards, read_whole, remove_others, write_shards
+from weightclip.engine._checkpoint_shards import read_shards, read_whole, remove_others, sync_file, write_shards
 from weightclip.errors import ContractError, UncountedReleases, WeightclipError
 from weightclip.noise import Streams
 
@@ -83,7 +83,7 @@ def _replace(target: Path, name: str, tensors: dict[str, Tensor], ledger: dict[s
     weights = target / name
     try:
         save_file(tensors, str(weights))
-        _sync(weights)
+        sync_file(weights)
         _commit(target, name, {}, ledger)
     except BaseException:
         weights.unlink(missing_ok=True)
@@ -96,7 +96,7 @@ def _commit(target: Path, name: str, more: dict[str, Any], ledger: dict[str, Any
     try:
         book = {"format": FORMAT, "weights": name, **more, "checksum": _checksum(ledger, target / name, more)}
         new.write_text(json.dumps({**book, "ledger": ledger}, indent=1))
-        _sync(new)
+        sync_file(new)
         os.replace(new, target / _LEDGER)  # the one moment in which the checkpoint changes
     except BaseException:
         new.unlink(missing_ok=True)
@@ -300,11 +300,6 @@ def _checksum(ledger: dict[str, Any], weights: Path, more: dict[str, Any] | None
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 def _stored(value: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def write_shards(engine: PrivacyEngine, folder: Path, tensors: dict[str, Tensor]
         mine = torch.from_numpy(np.frombuffer(_digest(folder, ranks.rank), dtype="<i8").astype(np.int64))
         found = ranks.gather(mine).reshape(-1, _WORDS)
     if ranks.first:
-        _sync(folder / _METADATA)
+        sync_file(folder / _METADATA)
     return [row.numpy().astype("<i8").tobytes().hex() for row in found]
 
 
@@ -168,7 +168,8 @@ def _digest(folder: Path, rank: int) -> bytes:
     return digest.digest()
 
 
-def _sync(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """What was written to a file is on the disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 

@@ -10,6 +10,7 @@ from weightclip_studies.bench._step import PRECISIONS as PRECISIONS
 from weightclip_studies.bench._step import Setting as Setting
 from weightclip_studies.bench._step import StepRow as StepRow
 from weightclip_studies.bench._step import bounds_of as bounds_of
+from weightclip_studies.bench._step import endless_steps as endless_steps
 from weightclip_studies.bench._step import measure as measure
 from weightclip_studies.bench._step import plot as plot
 from weightclip_studies.bench._step import precision as precision

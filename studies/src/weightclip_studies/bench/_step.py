@@ -176,6 +176,28 @@ def prepare(mode: str, name: str, batch: int, device: torch.device, setting: Set
     return step
 
 
+def endless_steps(
+    engine: PrivacyEngine, model: Any, optimizer: Any, loader: Any, loss: Any
+) -> Callable[[], None]:  # fmt: skip
+    """A function that takes one private step of an ordinary loop: all pieces of the next draw, pass after pass."""
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    source = batches()
+
+    def step() -> None:
+        before = engine.steps
+        while engine.steps == before:
+            x, y = next(source)
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+
+    return step
+
+
 def _recorded(model: Any, optimizer: Any, loss: Any, x: Tensor, y: Tensor, cast: Any) -> Callable[[], None]:
     """Plain training with the whole step, the optimiser's part included, as one CUDA graph; the batch is copied in.
 
