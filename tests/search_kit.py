@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from weightclip.search._storage import Agreed, Place, SharedBoard
+from weightclip.search._place import Place
+from weightclip.search._storage import Agreed, SharedBoard
 from weightclip.tabular import Drawn
 
 SETTINGS = "made-up runs"

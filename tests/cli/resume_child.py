@@ -1,7 +1,8 @@
 """``weightclip train`` that is there to be killed: ``python resume_child.py FOLDER``.
 
 Each line of its input is JSON: a command line, and the release at which the forked process that runs it kills itself
-(0: never), before or after noise was added. Every release adds a byte to ``released`` in FOLDER.
+(0: never), before or after noise was added. Every release adds a byte to ``released`` in FOLDER; the two halves of a
+regressor's last look, which are charged as one mechanism, add one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import weightclip.tabular._private as private
 from weightclip.cli import main
 from weightclip.noise._release import Release
 
+HALF = "target/mean"  # what the first half of the last look is called
+
 
 def watch(folder: Path, last: int, before: bool) -> None:
     """Count releases outside the ledger, and die at one of them."""
@@ -30,7 +33,8 @@ def watch(folder: Path, last: int, before: bool) -> None:
             if seen[0] == last and before:
                 os.kill(os.getpid(), signal.SIGKILL)
             result = real(*args, **kwargs)
-            os.write(counter, mark)
+            if not any(isinstance(argument, str) and argument == HALF for argument in args):
+                os.write(counter, mark)
             if seen[0] == last:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import sqlite3
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests import search_kit as kit
 from weightclip.errors import NotFinite
 from weightclip.noise import Streams
 from weightclip.search import _storage
-from weightclip.search._storage import Place
+from weightclip.search._place import Place
 from weightclip.tabular import _board
 
 
@@ -29,8 +30,37 @@ def runs_of_all_workers_are_those_that_were_drawn() -> None:
     with _folder() as (folder, log):
         place, what = kit.begun(folder, 5)
         kit.ended([kit.worker(place, log, 0.05), kit.worker(place, log, 0.05)])
-        kit.is_whole(kit.finish(place, log, what), log, what)  # a helper that lost a race for a run may have left early
+        kit.is_whole(kit.finish(place, log, what), log, what)
         assert sorted(kit.attempts(log)) == list(range(5)), "each run is done once, whoever does it"
+
+
+def who_looks_for_a_run_takes_it_before_others_look() -> None:
+    with _folder() as (folder, _):
+        place, _ = kit.begun(folder, 1)
+        board = kit.board_at(place)
+        board.join(kit.SETTINGS)
+        assert place.file is not None
+        other = sqlite3.connect(place.file, timeout=0.0, isolation_level=None)
+        with contextlib.closing(other), board._storage.engine.begin() as looks:
+            looks.exec_driver_sql("SELECT state FROM trials").fetchall()
+            try:
+                other.execute("BEGIN IMMEDIATE")
+                raise AssertionError("two processes may find the same run free")
+            except sqlite3.OperationalError:
+                pass
+        board.close()
+
+
+def a_run_that_another_one_has_done_is_left() -> None:
+    with _folder() as (folder, log):
+        place, what = kit.begun(folder, 2)
+        board = kit.board_at(place)
+        board.join(kit.SETTINGS)
+        seen = board._trials()  # what this one knows when the other one has done all
+        kit.ended([kit.worker(place, log)])
+        assert board._claim(seen, None) is None, "a run that is done was given out again"
+        board.close()
+        kit.is_whole(kit.finish(place, log, what), log, what)
 
 
 def a_killed_worker_hides_no_run() -> None:
@@ -129,6 +159,8 @@ def only_the_owner_reads_it_and_nothing_is_left() -> None:
 
 CHECKS = (
     runs_of_all_workers_are_those_that_were_drawn,
+    who_looks_for_a_run_takes_it_before_others_look,
+    a_run_that_another_one_has_done_is_left,
     a_killed_worker_hides_no_run,
     a_run_that_fails_is_done,
     what_was_drawn_stays_when_a_search_is_resumed,

@@ -62,6 +62,11 @@ def runs_of_a_second_worker_are_not_counted(patch: Patch) -> None:
     patch.setattr(SharedBoard, "join", more)
 
 
+@mutant(checks.who_looks_for_a_run_takes_it_before_others_look)
+def two_look_at_once(patch: Patch) -> None:
+    patch.setattr(_storage, "_take_turns", lambda engine: None)
+
+
 @mutant(checks.what_was_drawn_stays_when_a_search_is_resumed)
 def the_number_of_runs_is_drawn_again_on_resume(patch: Patch) -> None:
     join = SharedBoard.join
@@ -109,8 +114,8 @@ def optuna_logs(patch: Patch) -> None:
 
 @mutant(checks.only_the_owner_reads_it_and_nothing_is_left)
 def everybody_may_read_the_scores(patch: Patch) -> None:
-    patch.setattr(_storage, "_make_private_file", lambda file, place: file.touch())
-    patch.setattr(_storage, "_check_private_file", lambda file, place: None)
+    patch.setattr(_storage, "make_private_file", lambda file, place: file.touch())
+    patch.setattr(_storage, "check_private_file", lambda file, place: None)
 
 
 @mutant(checks.only_the_owner_reads_it_and_nothing_is_left)

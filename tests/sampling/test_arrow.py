@@ -186,3 +186,12 @@ def streamed(path):
     with pa.ipc.new_stream(path.with_name("s.arrow"), table().schema) as sink:
         sink.write_table(table())
     return path.with_name("s.arrow")
+
+
+def test_what_a_killed_call_has_left_lends_no_rights(tmp_path):
+    parquet.write_table(pa.table({"a": [1.0, 2.0]}), tmp_path / "t.parquet")
+    left = tmp_path / "t.arrow.part"
+    left.write_bytes(b"half")
+    left.chmod(0o666)
+    data = ArrowDataset.from_parquet(tmp_path / "t.parquet", tmp_path / "t.arrow", "a")
+    assert len(data) == 2 and (tmp_path / "t.arrow").stat().st_mode & 0o777 == 0o600 and not left.exists()

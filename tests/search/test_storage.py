@@ -11,7 +11,8 @@ from tests import search_kit as kit
 from weightclip.errors import ContractError, NotFinite, WeightclipError
 from weightclip.noise import Streams
 from weightclip.search import _storage
-from weightclip.search._storage import Place, SearchOver
+from weightclip.search._place import Place
+from weightclip.search._storage import SearchOver
 from weightclip.tabular import OneProcess, take_part
 
 pytest.importorskip("optuna", reason="needs the extra 'search'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -57,7 +58,9 @@ class ArrowDataset(Dataset):
                 _check_names(os.fspath(parquet), source.schema_arrow.names, names)
                 wanted = list(dict.fromkeys(names))
                 schema = pa.schema([source.schema_arrow.field(name) for name in wanted])
-                handle = os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+                with contextlib.suppress(FileNotFoundError):  # of a call that was killed: with rights of its own
+                    os.unlink(temporary)
+                handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
                 with os.fdopen(handle, "wb") as file, pa.ipc.new_file(file, schema) as sink:
                     for batch in source.iter_batches(batch_size=_ROWS, columns=wanted):
                         sink.write_batch(batch.select(wanted))

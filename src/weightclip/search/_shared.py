@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from weightclip.errors import WeightclipError
 from weightclip.noise import Streams
-from weightclip.search._storage import Agreed, Place, SharedBoard
+from weightclip.search._place import Place
+from weightclip.search._storage import Agreed, SharedBoard
 from weightclip.tabular import Drawn, take_part
 
 

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import secrets
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,9 +23,9 @@ from typing import Any
 from urllib.parse import quote
 
 from weightclip.errors import WeightclipError
+from weightclip.search._place import SQLITE, Place, begun, check_private_file, make_private_file, nothing
 from weightclip.tabular import ALL_FAILED, FAILED, Drawn
 
-_SQLITE = "sqlite:///"
 _BEAT = 5.0  # seconds between two signs of life of a run that is under way
 _PATIENCE = 120.0  # seconds without one after which another process does the run again
 _POLL = 0.2
@@ -35,44 +34,6 @@ _PLAN = "plan"
 
 class SearchOver(WeightclipError):
     """Another process has ended the search that this one takes part in, and has deleted its storage."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a search is kept.
-
-    Attributes:
-        url: SQLAlchemy URL of the storage.
-        name: Name of the search in it.
-    """
-
-    url: str
-    name: str
-
-    def refuse_begun(self) -> None:
-        """Say early that a file is there already; a server is asked when the search begins."""
-        if self.file is not None and os.path.lexists(self.file):
-            raise WeightclipError(_begun(self))
-
-    @classmethod
-    def of(cls, storage: str | None, out: Path) -> Place:
-        """From ``--storage`` (a URL, or the path of an SQLite file; None: a file beside the model)."""
-        out = Path(os.path.abspath(out))
-        if storage is not None and storage.startswith("sqlite+"):
-            raise WeightclipError("--storage: name an SQLite file by its path, or as sqlite:///path, without a driver.")
-        if storage is not None and "://" in storage:
-            return cls(storage, f"weightclip/{out.name}")
-        file = out.with_name(out.name + ".search") if storage is None else Path(os.path.abspath(storage))
-        return cls(_SQLITE + str(file), f"weightclip/{out.name}")
-
-    @property
-    def file(self) -> Path | None:
-        """The SQLite file; None on a server."""
-        return Path(self.url.removeprefix(_SQLITE)) if self.url.startswith(_SQLITE) else None
-
-    def __str__(self) -> str:
-        """For people; without the password that a URL may hold."""
-        return str(self.file or self.url.split("://")[0] + "://...")
 
 
 @dataclass(frozen=True)
@@ -125,13 +86,13 @@ class SharedBoard:
         """Start a search; refused where one of this name is there."""
         with _one_line(self.place):
             if (file := self.place.file) is not None:
-                _make_private_file(file, self.place)
+                make_private_file(file, self.place)
             self._open()
             directions = [self._optuna.study.StudyDirection.MAXIMIZE] * 2  # a score, and the number of its attempt
             try:
                 self._study = self._storage.create_new_study(directions, self.place.name)
             except self._optuna.exceptions.DuplicatedStudyError:
-                raise WeightclipError(_begun(self.place)) from None
+                raise WeightclipError(begun(self.place)) from None
             self._storage.set_study_user_attr(self._study, _PLAN, agreed.to_json())
         self._agreed = agreed
         self._list_runs()
@@ -140,12 +101,12 @@ class SharedBoard:
         """Take part in a search that was begun, perhaps long ago."""
         with _one_line(self.place):
             if (file := self.place.file) is not None:
-                _check_private_file(file, self.place)
+                check_private_file(file, self.place)
             self._open()
             try:
                 self._study = self._storage.get_study_id_from_name(self.place.name)
             except KeyError:
-                raise WeightclipError(_nothing(self.place)) from None
+                raise WeightclipError(nothing(self.place)) from None
             until = time.monotonic() + wait
             while (plan := self._storage.get_study_user_attrs(self._study).get(_PLAN)) is None:
                 if time.monotonic() > until:
@@ -201,7 +162,7 @@ class SharedBoard:
             if number is not None:
                 with self._beating(number, alone=patient):
                     yield number
-            elif not patient or all(t.state.is_finished() for t in trials):
+            elif all(t.state.is_finished() for t in trials) or not patient and not any(_free(t) for t in trials):
                 return
             else:
                 time.sleep(_POLL)
@@ -233,8 +194,10 @@ class SharedBoard:
     def _open(self) -> None:
         url, arguments = self.place.url, {"pool_pre_ping": True}
         if (file := self.place.file) is not None:  # mode=rw: a file that was deleted is not made again
-            url, arguments = f"{_SQLITE}file:{quote(str(file))}?mode=rw&uri=true", {"connect_args": {"timeout": 60}}
+            url, arguments = f"{SQLITE}file:{quote(str(file))}?mode=rw&uri=true", {"connect_args": {"timeout": 60}}
         self._storage = self._optuna.storages.RDBStorage(url, engine_kwargs=arguments)
+        if file is not None:
+            _take_turns(self._storage.engine)
 
     def _list_runs(self) -> None:
         """As many trials as runs were drawn; whoever made them was perhaps killed half-way."""
@@ -253,14 +216,14 @@ class SharedBoard:
 
     def _claim(self, trials: list[Any], watch: _Watch | None) -> int | None:
         states, attempt = self._optuna.trial.TrialState, secrets.randbits(48)
-        for trial in trials:
-            free = trial.state == states.WAITING
-            if free:
-                free = self._storage.set_trial_state_values(self._id(trial.number), states.RUNNING)
-            elif not trial.state.is_finished() and watch is not None:
-                free = watch.is_dead(trial.number, trial.user_attrs)
-            if free:
-                with contextlib.suppress(self._optuna.exceptions.UpdateFinishedTrialError):
+        for trial in trials:  # as they were a moment ago
+            with contextlib.suppress(self._optuna.exceptions.UpdateFinishedTrialError):
+                free = _free(trial)
+                if free:
+                    free = self._storage.set_trial_state_values(self._id(trial.number), states.RUNNING)
+                elif not trial.state.is_finished() and watch is not None:
+                    free = watch.is_dead(trial.number, trial.user_attrs)
+                if free:
                     self._storage.set_trial_user_attr(self._id(trial.number), "owner", _myself())
                     self._mine[trial.number] = attempt
                     return trial.number
@@ -327,6 +290,21 @@ class _Watch:
         return now - self._seen[number][1] > (_PATIENCE if machine else min(_PATIENCE, _BEAT))
 
 
+def _free(trial: Any) -> bool:
+    return trial.state.name == "WAITING"
+
+
+def _take_turns(engine: Any) -> None:
+    """Whoever begins to read an SQLite file writes before another one reads: no two processes take the same run.
+
+    Python's driver begins a transaction only where something is written, so both would find the run free.
+    """
+    event = importlib.import_module("sqlalchemy").event
+    event.listen(engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    engine.dispose()  # connections made before do not know of it
+
+
 def _myself() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -341,32 +319,6 @@ def _result(number: int, attempt: int) -> str:
 
 def _digest(settings: str) -> str:
     return hashlib.sha256(settings.encode()).hexdigest()
-
-
-def _begun(place: Place) -> str:
-    where = f"remove {place}" if place.file is not None else f"delete the study {place.name!r} there"
-    return f"a search was begun in {place}: go on with --resume, or {where} (a model it has written counts)."
-
-
-def _nothing(place: Place) -> str:
-    return f"--resume: there is no search {place.name!r} in {place} (a search that ended has deleted its own)."
-
-
-def _make_private_file(file: Path, place: Place) -> None:
-    try:
-        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except FileExistsError:
-        raise WeightclipError(_begun(place)) from None
-
-
-def _check_private_file(file: Path, place: Place) -> None:
-    if not file.exists():
-        raise WeightclipError(_nothing(place))
-    mode = file.lstat().st_mode
-    if not stat.S_ISREG(mode):
-        raise WeightclipError(f"{place} is no plain file: name the file of a search.")
-    if mode & 0o077:
-        raise WeightclipError(f"{place} holds private scores, and others may read it: chmod 600 it first.")
 
 
 def _optuna() -> Any:
