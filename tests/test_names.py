@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import collections
 import importlib
 import re
 import subprocess
@@ -71,3 +73,13 @@ def test_estimators_are_at_the_door_and_come_only_when_asked_for():
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'LipDP'"):
         _ = wc.LipDP
+
+
+def test_no_two_classes_share_a_name():
+    """A name that stands for two things misleads whoever searches for it."""
+    places = collections.defaultdict(list)
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(file.name)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import weightclip as wc
 from weightclip.engine._gate import OutputGate
 from weightclip.engine._projection import InputProjection, project_records
-from weightclip.engine._views import Layout, keeps_records
+from weightclip.engine._views import ViewLayout, keeps_records
 from weightclip.errors import ContractError
 
 
@@ -110,7 +110,7 @@ def test_scalars_vectors_and_integers_pass_the_hook() -> None:
 def test_which_views_keep_records(shape, view, fine: bool) -> None:
     z = torch.arange(math.prod(shape)).view(shape)
     padded = torch.cat([z.flatten(), torch.zeros(8, dtype=z.dtype)]).as_strided(z.shape, z.stride())
-    assert keeps_records(Layout.of(view(padded)), Layout.of(padded)) is fine
+    assert keeps_records(ViewLayout.of(view(padded)), ViewLayout.of(padded)) is fine
 
 
 def test_a_gate_leaves_its_engine_behind_in_copies() -> None:

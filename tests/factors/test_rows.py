@@ -8,7 +8,7 @@ from tests.oracle import Run
 from torch import Tensor, nn
 
 from weightclip.errors import ContractError
-from weightclip.factors._rows import NONE, RECORDS, Layout, Table, layout_between
+from weightclip.factors._rows import NONE, RECORDS, Layout, RowTable, layout_between
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_the_layout_of_two_shapes(one, other, layout):
 
 
 def test_a_layout_holds_for_its_own_sizes_only():
-    table = Table()
+    table = RowTable()
     table.learn({"a": [(28, 3)]}, {"a": [(8, 3)]}, {})
     assert table.find("a", (20, 3), 5) == Layout(0, 4)
     assert table.find("a", (20, 3), 4) is None and table.find("a", (20, 3, 1), 5) is None
@@ -40,9 +40,9 @@ def test_a_layout_holds_for_its_own_sizes_only():
 
 def test_records_on_two_dimensions_are_refused():
     with pytest.raises(ContractError, match="different dimensions"):
-        Table().learn({"a": [(7, 3), (3, 7)]}, {"a": [(2, 3), (3, 2)]}, {})
+        RowTable().learn({"a": [(7, 3), (3, 7)]}, {"a": [(2, 3), (3, 2)]}, {})
     with pytest.raises(ContractError, match="different dimensions"):
-        Table().learn({"a": [(7, 3), (4, 3)]}, {"a": [(2, 3), (4, 3)]}, {})
+        RowTable().learn({"a": [(7, 3), (4, 3)]}, {"a": [(2, 3), (4, 3)]}, {})
 
 
 class Each(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 import weightclip as wc
 from weightclip.engine import _criterion, _gate, _independence, _install
 from weightclip.engine._step import Training
-from weightclip.factors._rows import Layout, Table
+from weightclip.factors._rows import Layout, RowTable
 
 Patch = pytest.MonkeyPatch
 MUTANTS = Mutants()
@@ -80,7 +80,7 @@ def folded_rows_are_refused() -> None:
 
 @mutant(folded_rows_are_refused)
 def rows_are_divided_by_records_without_asking(patch: Patch) -> None:
-    patch.setattr(Table, "find", lambda self, place, shape, records: Layout(0, shape[0] // records))
+    patch.setattr(RowTable, "find", lambda self, place, shape, records: Layout(0, shape[0] // records))
 
 
 @mutant(lambda: tests.test_batch_normalisation_in_training_is_refused_by_name_also_when_it_comes_later())

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from weightclip.accounting import NegativeBinomialRuns, search_cost
 from weightclip.errors import WeightclipError
-from weightclip.search import FunctionSearch, Run, load_function
+from weightclip.search import FunctionSearch, SearchRun, load_function
 from weightclip.tabular import Drawn, mechanisms_of
 
 torch.manual_seed(0)
@@ -20,7 +20,7 @@ Y = (X.sum(1) > 0).long()
 DELTA = 1e-5
 
 
-def pieces(run: Run, **more):
+def pieces(run: SearchRun, **more):
     training, validation = run.split(len(X))
     model = nn.Linear(3, 2)
     return validation, run.make_private(
@@ -38,7 +38,7 @@ def learn(model, optimizer, loader, loss, passes: int) -> None:
             optimizer.step()
 
 
-def train(run: Run) -> float:
+def train(run: SearchRun) -> float:
     validation, made = pieces(run)
     print("a secret")
     learn(*made, run.passes)

@@ -58,8 +58,8 @@ from weightclip.audit._run_law import run_law as run_law
 from weightclip.audit._statistics import TwoWorlds as TwoWorlds
 from weightclip.audit._statistics import clopper_pearson as clopper_pearson
 from weightclip.audit._statistics import compare as compare
+from weightclip.audit._subject import AuditRun as AuditRun
 from weightclip.audit._subject import Records as Records
-from weightclip.audit._subject import Run as Run
 from weightclip.audit._subject import Subject as Subject
 from weightclip.audit._subject import joined as joined
 from weightclip.audit._subject import repeated as repeated

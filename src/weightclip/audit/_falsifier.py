@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 
-from weightclip.audit._subject import Records, Run, Subject, units_of
+from weightclip.audit._subject import AuditRun, Records, Subject, units_of
 from weightclip.certificate import Bounds
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import WeightclipError
@@ -67,7 +67,7 @@ class Falsification:
 
 
 def falsify(
-    target: Subject | Run | PrivacyEngine,
+    target: Subject | AuditRun | PrivacyEngine,
     *,
     ordinary: Records | None = None,
     seed: int = 0,
@@ -85,10 +85,10 @@ def falsify(
     """
     if isinstance(target, Subject):
         target = target.start(target.ordinary(2, seed), 0.0)
-    engine = target.engine if isinstance(target, Run) else target
+    engine = target.engine if isinstance(target, AuditRun) else target
     if engine.training.release.knorm is not None:
         raise WeightclipError("the falsifier measures l2 norms: audit a K-norm mechanism with pure_law.")
-    subject = target.subject if isinstance(target, Run) else Subject.of(engine)
+    subject = target.subject if isinstance(target, AuditRun) else Subject.of(engine)
     if ordinary is None:
         ordinary = subject.ordinary(64, seed)
     searched, confirm = engine, None

@@ -16,7 +16,7 @@ import torch
 
 from weightclip.accounting import gdp_delta, gdp_epsilon
 from weightclip.audit._neighbours import Neighbours
-from weightclip.audit._subject import Records, Run, Subject
+from weightclip.audit._subject import AuditRun, Records, Subject
 
 TOLERANCE = 1e-6
 
@@ -85,10 +85,10 @@ class _Bench:
 
     def __init__(self, subject: Subject, seed: int) -> None:
         self.subject, self.seed = subject, seed
-        self._runs: dict[Any, Run] = {}
+        self._runs: dict[Any, AuditRun] = {}
         self._start: list[torch.Tensor] | None = None
 
-    def _run(self, data: Records, rate: float) -> Run:
+    def _run(self, data: Records, rate: float) -> AuditRun:
         if rate < 1:  # draws are counted: always a fresh run
             return self.subject.start(data, 0.0, self.seed, rate=rate)
         key = len(data[0])

@@ -18,7 +18,7 @@ from scipy import stats
 from weightclip.audit._neighbours import Neighbours
 from weightclip.audit._one_step import TOLERANCE, frozen_sgd
 from weightclip.audit._statistics import ALARM
-from weightclip.audit._subject import Run, Subject
+from weightclip.audit._subject import AuditRun, Subject
 from weightclip.noise import KNorm
 
 
@@ -65,7 +65,7 @@ def pure_law(subject: Subject, p: float, pairs: Sequence[Neighbours], trials: in
     return PureLaw(subject.name, p, shift, worst, float(stats.kstest(norms, law.cdf).pvalue))
 
 
-def _norm(run: Run, vector: torch.Tensor, p: float) -> float:
+def _norm(run: AuditRun, vector: torch.Tensor, p: float) -> float:
     """max_k ||x_k||_p / Delta_k, biases times beta."""
     release, deltas = run.engine.training.release, run.engine.training.sensitivity.values.tolist()
     layers: list[list[torch.Tensor]] = [[] for _ in deltas]

@@ -19,7 +19,7 @@ from scipy import stats
 from weightclip.accounting import gdp_epsilon
 from weightclip.audit._one_step import TOLERANCE
 from weightclip.audit._statistics import ALARM, Normality, check_normal
-from weightclip.audit._subject import Records, Run, Subject, joined
+from weightclip.audit._subject import AuditRun, Records, Subject, joined
 from weightclip.errors import UncountedReleases
 
 
@@ -110,7 +110,7 @@ def run_law(
         twin.loader.streams = noisy.loader.streams  # draws of a seeded run follow from its settings, sigma among them
     residuals, signals, shifts = [], [], []
 
-    def follow(run: Run, count: int) -> None:
+    def follow(run: AuditRun, count: int) -> None:
         for _ in range(count):
             weights = run.weights()
             without.set_weights(weights)
@@ -157,14 +157,16 @@ def _normal(residuals: np.ndarray, sizes: list[int]) -> Normality:
     return replace(worst, p_value=p)
 
 
-def _load(run: Run, place: Path, exact: bool = False) -> None:
+def _load(run: AuditRun, place: Path, exact: bool = False) -> None:
     """Resume without a ledger, on purpose: this function knows every release."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncountedReleases)
         run.engine.load(place, exact=exact)
 
 
-def _replayed(subject: Subject, data: Records, sigma: float, seed: int, place: Path, twin: Run) -> list[np.ndarray]:
+def _replayed(
+    subject: Subject, data: Records, sigma: float, seed: int, place: Path, twin: AuditRun
+) -> list[np.ndarray]:
     """Noise of the first steps after a second resume from the same checkpoint: none of it may have been seen before."""
     if subject.rate < 1:
         return []  # draws differ from the twin's
@@ -200,7 +202,7 @@ def _dependence(z: np.ndarray, signals: np.ndarray | None = None) -> float:
     return smallest
 
 
-def _sampling(run: Run, included: np.ndarray, draws: int = 2000) -> float:
+def _sampling(run: AuditRun, included: np.ndarray, draws: int = 2000) -> float:
     """Smallest corrected p-value that records take part independently with probability q, all draws alike.
 
     ``included`` is what the releases showed of one record; beside it the loader's draws themselves are examined.

@@ -96,12 +96,12 @@ class Subject:
         """Ordinary records from a seed."""
         return self.records(n, torch.Generator().manual_seed(seed))
 
-    def start(self, data: Records, sigma: float, seed: int = 0, unit: float | None = None, **changes: Any) -> Run:
+    def start(self, data: Records, sigma: float, seed: int = 0, unit: float | None = None, **changes: Any) -> AuditRun:
         """Start the trainer on a data set with multiplier ``sigma``; ``unit`` is the sigma that sets the units."""
-        return Run(replace(self, **changes), data, sigma, seed, unit or sigma or 1.0)
+        return AuditRun(replace(self, **changes), data, sigma, seed, unit or sigma or 1.0)
 
 
-class Run:
+class AuditRun:
     """One training run of a subject through the real engine, one release at a time.
 
     Releases are read from ``p.grad`` after ``step()``, as any observer could, and shown in *units*: coordinate j of

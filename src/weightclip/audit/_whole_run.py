@@ -15,7 +15,7 @@ import torch
 from weightclip.accounting import calibrate_sigma
 from weightclip.audit._releases import claimed_curve
 from weightclip.audit._statistics import TwoWorlds, compare
-from weightclip.audit._subject import Records, Run, Subject, joined
+from weightclip.audit._subject import AuditRun, Records, Subject, joined
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def two_worlds(
     return WholeRun(subject.name, rate, steps, sigma, epsilon_claimed, white, black)
 
 
-def _episode(run: Run, start: list[torch.Tensor], quiet: list[Run], steps: int) -> tuple[float, float]:
+def _episode(run: AuditRun, start: list[torch.Tensor], quiet: list[AuditRun], steps: int) -> tuple[float, float]:
     """One training run; the sum of <release - background, record's gradient>, and minus the record's final loss.
 
     Background and record are released without noise by twins at the same weights.

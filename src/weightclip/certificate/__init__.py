@@ -20,8 +20,8 @@ from weightclip.certificate._gains import exact_products as exact_products
 from weightclip.certificate._gains import numerics_for as numerics_for
 from weightclip.certificate._open import OpenPlan as OpenPlan
 from weightclip.certificate._plan import Evaluation as Evaluation
+from weightclip.certificate._plan import LayerUse as LayerUse
 from weightclip.certificate._plan import Plan as Plan
-from weightclip.certificate._plan import Use as Use
 from weightclip.certificate._plan import enforced_to as enforced_to
 from weightclip.certificate._plan import refuse_shared as refuse_shared
 from weightclip.certificate._plan import room_of as room_of

@@ -15,7 +15,7 @@ from torch import nn
 
 from weightclip.bounds import Numerics, Scalar, least, times
 from weightclip.certificate._bounds import Bounds, MovingLimits
-from weightclip.certificate._plan import Evaluation, Use, enforced_to, room_of
+from weightclip.certificate._plan import Evaluation, LayerUse, enforced_to, room_of
 from weightclip.certificate._table import Certificate, Row
 from weightclip.errors import CertificationError
 from weightclip.factors import families, trained
@@ -40,14 +40,14 @@ class OpenPlan:
         bounds.check_names(model)
         self.model, self.bounds = model, bounds
         self._families = families(model)  # modules that share a parameter are one layer
-        self.layers: dict[str, list[Use]] = {path: [] for path in self._families}
+        self.layers: dict[str, list[LayerUse]] = {path: [] for path in self._families}
         if not self.layers:
             raise CertificationError("the model has no trainable parameters: nothing to make private.")
         self.loss_bound = math.inf
         self.loss_shape: tuple[int, ...] = ()
         self.quantiles: MovingLimits | None = None
 
-    def learn(self, seen: Mapping[str, list[Use]]) -> bool:
+    def learn(self, seen: Mapping[str, list[LayerUse]]) -> bool:
         """Take in what a pass used of each layer; whether more than any pass before it.
 
         Uses and sizes only ever grow, so that a sensitivity covers every pass since the last release.
@@ -66,9 +66,9 @@ class OpenPlan:
         """Trainable layers that no pass has used."""
         return [path for path, uses in self.layers.items() if not uses]
 
-    def uses(self, path: str) -> list[Use]:
+    def uses(self, path: str) -> list[LayerUse]:
         """What is known of a layer's uses; one that was never seen counts as used once."""
-        return self.layers[path] or [Use((), ())]
+        return self.layers[path] or [LayerUse((), ())]
 
     def modules(self) -> Iterable[tuple[str, nn.Module]]:
         """Layers whose weights may be clipped."""

@@ -32,7 +32,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Use:
+class LayerUse:
     """One use of a layer: shapes of one record's input and output there."""
 
     inside: tuple[int, ...]
@@ -44,12 +44,12 @@ class Use:
         return math.prod(self.inside) + math.prod(self.outside)
 
 
-def enforced_to(use: Use) -> float:
+def enforced_to(use: LayerUse) -> float:
     """What float32 norms and scales leave of a limit that is enforced on one use."""
     return 1 + (use.size + 64) * _U
 
 
-def room_of(uses: list[Use], layers: int) -> float:
+def room_of(uses: list[LayerUse], layers: int) -> float:
     """The same for a limit over all uses of a layer, of so many layers."""
     return max(map(enforced_to, uses)) + (4 * len(uses) + layers) * _U
 
@@ -108,7 +108,7 @@ class Plan:
         names = ("layer_radius", "cotangent_radius", "layer_cap", "joint_cap", "bias_scale")
         self._limits = {(name, path): bounds.of(name, path) for name in names for path in self.layers}
         ops = {i: graph.nodes[i].op for uses in self.layers.values() for i in uses}
-        self._uses = {i: Use(tuple(o.shapes[0]), tuple(o.out_shape)) for i, o in ops.items()}
+        self._uses = {i: LayerUse(tuple(o.shapes[0]), tuple(o.out_shape)) for i, o in ops.items()}
         self._enforced = {i: enforced_to(use) for i, use in self._uses.items()}
         self._static = {}
         for i, node in enumerate(graph.nodes):
@@ -141,7 +141,7 @@ class Plan:
         """What float32 may do to norms and scales of a layer's products: its limit is enforced up to this factor."""
         return room_of(self.uses(path), len(self.layers))
 
-    def uses(self, path: str) -> list[Use]:
+    def uses(self, path: str) -> list[LayerUse]:
         """The uses of a trainable layer."""
         return [self._uses[i] for i in self.layers[path]]
 

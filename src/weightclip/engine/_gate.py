@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from weightclip._torch import data_parallel_active, same_memory, version_of
 from weightclip._trees import map_tensors, tensors_of
 from weightclip.engine._example import Call, Signature, signature
-from weightclip.engine._views import Layout, copies_records, keeps_records, pulled_back
+from weightclip.engine._views import ViewLayout, copies_records, keeps_records, pulled_back
 from weightclip.errors import ContractError
 from weightclip.factors import Eager, is_plain
 
@@ -250,7 +250,7 @@ class OutputGate:
         self.device, self.entrance = device.type, entrance
         self.compiled: tuple[Any, torch.dtype | None] | None = None
         self.anchor = torch.zeros((), requires_grad=True)
-        self._views: set[tuple[Layout, Layout]] = set()
+        self._views: set[tuple[ViewLayout, ViewLayout]] = set()
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if is_plain() or not torch.is_grad_enabled():
@@ -335,7 +335,7 @@ class OutputGate:
                 raise ContractError(_MIXED.format(tuple(value.shape)))
             return Argument(value, passage, end, fold, edge)
         if not _laid_alike(value, output):
-            pair = Layout.of(value), Layout.of(output)
+            pair = ViewLayout.of(value), ViewLayout.of(output)
             if pair not in self._views:
                 if not keeps_records(pair[0] if fold == 1 else pair[0].grouped(fold), pair[1]):
                     raise ContractError(_MIXED.format(tuple(value.shape)))

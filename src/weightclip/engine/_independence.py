@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weightclip._torch import AnyDropout, DispatchMode, hooked
 from weightclip._trees import tensors_of
-from weightclip.certificate import Use, exact_products
+from weightclip.certificate import LayerUse, exact_products
 from weightclip.engine._compatible import explain
 from weightclip.engine._example import Call, Draw
 from weightclip.errors import ContractError
@@ -40,7 +40,7 @@ class Facts:
 
     outputs: list[Tensor | None] = field(default_factory=list)
     factors: list[Tensor] = field(default_factory=list)
-    uses: dict[int, list[Use]] = field(default_factory=dict)
+    uses: dict[int, list[LayerUse]] = field(default_factory=dict)
     shapes: list[tuple[int, ...]] = field(default_factory=list)  # of one record of each output
     half: bool = False  # whether the model computes in half precision of its own
 
@@ -81,7 +81,7 @@ class Probe:
             # the collector has refused rows that are nobody's, and laid each record's together
             facts.factors += [_sketch(t.detach()) for t in (x, d)]
             facts.half = facts.half or d.dtype.itemsize < 4
-            facts.uses.setdefault(numbers[id(entry)], []).append(Use(tuple(x.shape[1:]), tuple(d.shape[1:])))
+            facts.uses.setdefault(numbers[id(entry)], []).append(LayerUse(tuple(x.shape[1:]), tuple(d.shape[1:])))
 
         with self.cut(masks):
             outputs = tensors_of(call(self.model))

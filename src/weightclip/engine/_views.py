@@ -17,7 +17,7 @@ def pulled_back(value: Tensor, edge: GradientEdge, gradient: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ViewLayout:
     """Where a tensor's entries lie in its storage."""
 
     shape: tuple[int, ...]
@@ -25,14 +25,14 @@ class Layout:
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Layout:
+    def of(cls, tensor: Tensor) -> ViewLayout:
         """The layout of ``tensor``."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
-    def grouped(self, fold: int) -> Layout:
+    def grouped(self, fold: int) -> ViewLayout:
         """With ``fold`` rows of each record on a dimension of their own."""
         (n, *shape), (step, *stride) = self.shape, self.stride
-        return Layout((n // fold, fold, *shape), (step * fold, step, *stride), self.offset)
+        return ViewLayout((n // fold, fold, *shape), (step * fold, step, *stride), self.offset)
 
     def places(self) -> Tensor:
         """Storage places of the first record's entries, sorted."""
@@ -43,7 +43,7 @@ class Layout:
         return place.flatten().sort().values
 
 
-def keeps_records(view: Layout, output: Layout) -> bool:
+def keeps_records(view: ViewLayout, output: ViewLayout) -> bool:
     """Whether row i of ``view`` consists of entries of row i of ``output``, each at most once."""
     if view == output:
         return True

@@ -26,7 +26,7 @@ from weightclip.factors._own import own_gradients
 from weightclip.factors._part import Part
 from weightclip.factors._passes import Passes
 from weightclip.factors._record_norms import CHEAPEST
-from weightclip.factors._rows import RECORDS, Layout, Table
+from weightclip.factors._rows import RECORDS, Layout, RowTable
 
 _TINY = 1e-30
 _NAMES = ("weight", "bias")
@@ -178,7 +178,7 @@ class Collector:
         assert self.anchor is not None
         return Sink(part.layer, self.anchor, take, self.passes)
 
-    def discover(self, run: Callable[[int], Any], signature: Hashable = None) -> Table:
+    def discover(self, run: Callable[[int], Any], signature: Hashable = None) -> RowTable:
         """Find which rows are whose, by ``run(n)``: a forward pass over n public records (:meth:`Passes.discover`)."""
         return self.passes.discover(run, signature)
 

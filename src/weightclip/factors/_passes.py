@@ -15,7 +15,7 @@ from torch import nn
 from weightclip._trees import tensors_of
 from weightclip.errors import ContractError
 from weightclip.factors._limits import is_plain
-from weightclip.factors._rows import NONE, RECORDS, SIZES, Layout, Table
+from weightclip.factors._rows import NONE, RECORDS, SIZES, Layout, RowTable
 
 
 class Passes:
@@ -37,12 +37,12 @@ class Passes:
         self.deep = False
         self.signature: Hashable = None
         self.prepare: Callable[[nn.Module, Any, Any], Hashable] | None = None
-        self.tables: dict[Hashable, Table] = {}
+        self.tables: dict[Hashable, RowTable] = {}
         self.names: dict[Hashable, str] = {}  # of places, for errors
         self._numbers: dict[Hashable, int] = {}
 
     @property
-    def table(self) -> Table | None:
+    def table(self) -> RowTable | None:
         """What was found for passes like the present one."""
         return self.tables.get(self.signature)
 
@@ -74,7 +74,7 @@ class Passes:
 
     def discover(
         self, run: Callable[[int], Any], signature: Hashable = None, others: Sequence[Callable[[int], Any]] = ()
-    ) -> Table:
+    ) -> RowTable:
         """Find the layouts of passes of one public signature by ``run(n)``, a forward pass over n public records.
 
         ``others`` may take other ways through the model; one that does not run is left out. Raises what ``run`` raises
@@ -86,7 +86,7 @@ class Passes:
         """
         for sizes in SIZES:
             try:
-                return self._discover(run, signature, Table(sizes), others)
+                return self._discover(run, signature, RowTable(sizes), others)
             except (RuntimeError, IndexError, ValueError) as error:
                 if isinstance(error, ContractError) or sizes is SIZES[-1]:
                     raise
@@ -94,8 +94,8 @@ class Passes:
 
     @torch.enable_grad()  # without gradients some layers of torch take other ways
     def _discover(
-        self, run: Callable[[int], Any], signature: Hashable, table: Table, others: Sequence[Callable[[int], Any]]
-    ) -> Table:
+        self, run: Callable[[int], Any], signature: Hashable, table: RowTable, others: Sequence[Callable[[int], Any]]
+    ) -> RowTable:
         before = self.signature
         self.signature, self.tables[signature] = signature, table
         try:
@@ -116,7 +116,7 @@ class Passes:
                 place._wc_lone = True  # type: ignore[attr-defined]
         return table
 
-    def _learn(self, run: Callable[[int], Any], table: Table) -> bool:
+    def _learn(self, run: Callable[[int], Any], table: RowTable) -> bool:
         """Two runs; whether they came to places that no run had seen."""
         found = []
         for records in table.sizes:

@@ -40,7 +40,7 @@ def layout_between(
 
 
 @dataclass
-class Table:
+class RowTable:
     """What two runs found: the layouts of each place's tensors, by their number of dimensions.
 
     A place is whatever names a use: a private layer, or an argument of an operator on a copied parameter.

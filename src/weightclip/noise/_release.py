@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weightclip._device import constant
 from weightclip._torch import ConvNd, add_all_, multiply_all_, norms_of_all, split_like, version_of
-from weightclip.certificate import Evaluation, OpenPlan, Plan, Use
+from weightclip.certificate import Evaluation, LayerUse, OpenPlan, Plan
 from weightclip.factors import Product, tile_rounding, trained
 from weightclip.factors.kernels import fits, scale_blocks_
 from weightclip.noise._grid import GridSums
@@ -311,7 +311,7 @@ def sum_slack(
     return slack
 
 
-def _positions(module: nn.Module, use: Use) -> int:
+def _positions(module: nn.Module, use: LayerUse) -> int:
     """Summands one record contributes to one entry of the weight gradient."""
     if isinstance(module, ConvNd):
         return max(math.prod(s[1:]) for s in (use.outside, use.inside))  # behind the channels: its rows too

@@ -52,7 +52,7 @@ class Feed:
         return self.wanted
 
 
-class Loaded(NamedTuple):
+class Fetched(NamedTuple):
     """Records on their way from the data set to collate_fn."""
 
     records: Any
@@ -75,17 +75,17 @@ class KeyedRecords(Dataset):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitems__(self, wanted: Wanted) -> Loaded:
+    def __getitems__(self, wanted: Wanted) -> Fetched:
         generators, dataset = _generators(), self._dataset
         with given_back(generators):
             if getattr(dataset, "__getitems__", None):
                 generators.seed(wanted.stream(b"records", wanted.piece))
-                return Loaded(dataset.__getitems__(wanted.indices), wanted)
+                return Fetched(dataset.__getitems__(wanted.indices), wanted)
             records = []
             for index in wanted.indices:
                 generators.seed(wanted.stream(b"record", index))
                 records.append(dataset[index])
-            return Loaded(records, wanted)
+            return Fetched(records, wanted)
 
     def __getattr__(self, name: str) -> Any:  # get_worker_info().dataset is this object: users find their own in it
         if name == "_dataset" or name.startswith("__"):
@@ -105,7 +105,7 @@ class KeyedCollate:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, loaded: Loaded) -> tuple[int, Any]:
+    def __call__(self, loaded: Fetched) -> tuple[int, Any]:
         records, wanted = loaded
         generators = _generators()
         with given_back(generators):

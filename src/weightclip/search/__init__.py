@@ -6,7 +6,7 @@ Imports `tabular` (the accounted choice among runs) and `engine`; used by `cli`.
 from __future__ import annotations
 
 from weightclip.search._function import FunctionSearch as FunctionSearch
-from weightclip.search._function import Run as Run
+from weightclip.search._function import SearchRun as SearchRun
 from weightclip.search._function import load_function as load_function
 from weightclip.search._function import network_card as network_card
 from weightclip.search._place import Place as Place

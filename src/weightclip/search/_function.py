@@ -30,10 +30,10 @@ from weightclip.search._shared import streams
 from weightclip.search._storage import Agreed, SharedBoard, as_text
 from weightclip.tabular import Board, Door, Drawn, OneProcess, check_budget, release, searched_epsilon, take_part
 
-VALIDATION = 0.2  # probability with which Run.split sends a record to validation
+VALIDATION = 0.2  # probability with which SearchRun.split sends a record to validation
 
 
-class Run:
+class SearchRun:
     """One run of a search, as a training function sees it.
 
     The function draws its settings (:meth:`uniform`, :meth:`choice`), splits its records (:meth:`split`), makes its
@@ -56,14 +56,14 @@ class Run:
     def uniform(self, name: str, low: float, high: float, *, log: bool = False) -> float:
         """A number between `low` and `high`, even in the number or in its logarithm."""
         if not (math.isfinite(low) and math.isfinite(high) and low < high and (low > 0 or not log)):
-            raise WeightclipError(f"Run.uniform({name!r}): low < high needed (above 0 with log), got {low}, {high}.")
+            raise WeightclipError(f"run.uniform({name!r}): low < high needed (above 0 with log), got {low}, {high}.")
         part = float(self._rng.uniform())
         return self._keep(name, low * (high / low) ** part if log else low + (high - low) * part)
 
     def choice(self, name: str, values: Sequence[Any]) -> Any:
         """One of some values (numbers, strings, booleans)."""
         if not values:
-            raise WeightclipError(f"Run.choice({name!r}): nothing to choose from.")
+            raise WeightclipError(f"run.choice({name!r}): nothing to choose from.")
         return self._keep(name, values[int(self._rng.integers(len(values)))])
 
     def split(self, n: int) -> tuple[list[int], list[int]]:
@@ -79,7 +79,7 @@ class Run:
         """`PrivacyEngine.make_private` with the noise, sampling rate and number of steps that were paid for."""
         fixed = {"noise_multiplier", "sample_rate", "generator", "adjacency", "mechanism"} & set(arguments)
         if fixed:
-            raise WeightclipError(f"Run.make_private: {min(fixed)} is the search's to set: leave it out.")
+            raise WeightclipError(f"run.make_private: {min(fixed)} is the search's to set: leave it out.")
         if not self._own.is_secure:
             arguments["generator"] = torch.Generator().manual_seed(self._own.seeds("tune/engine")[0] >> 1)
         made = self.engine.make_private(
@@ -115,11 +115,11 @@ class FunctionSearch:
 
     Formal guarantees:
         What :meth:`search` returns is (report epsilon, delta)-DP under adding or removing one record by SOUNDNESS
-        Theorem 4, if the function uses the records for nothing but `Run.make_private`'s loader and a score that one
-        record moves by at most 1. That every run released no more than was paid for is checked.
+        Theorem 4, if the function uses the records for nothing but `SearchRun.make_private`'s loader and a score that
+        one record moves by at most 1. That every run released no more than was paid for is checked.
     """
 
-    place: str | Callable[[Run], float]
+    place: str | Callable[[SearchRun], float]
     epsilon: float
     delta: float
     sample_rate: float
@@ -175,7 +175,7 @@ class FunctionSearch:
         train = load_function(self.place) if isinstance(self.place, str) else self.place
 
         def one(own: Streams, rng: np.random.Generator) -> tuple[float, Any]:
-            run = Run(self, agreed, own, rng)
+            run = SearchRun(self, agreed, own, rng)
             with _unseen(), torch.random.fork_rng():
                 torch.manual_seed(own.seeds("tune/weights")[0])  # the function makes its first weights here
                 score = _number(train(run))
@@ -200,7 +200,7 @@ class FunctionSearch:
         """What one run releases."""
         return _one_run(sigma, self.sample_rate, self.steps, self.score_sigma)
 
-    def _released(self, run: Run, agreed: Agreed) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _released(self, run: SearchRun, agreed: Agreed) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Weights and report of a run, if it released what was paid for and no more."""
         engine = run.engine
         if engine.model is None:
@@ -265,7 +265,7 @@ def network_card(report: dict[str, Any]) -> str:
     return model_card(report, facts=[f"{one_line(str(k))} = {one_line(str(v))}" for k, v in report["settings"].items()])
 
 
-def load_function(place: str) -> Callable[[Run], Any]:
+def load_function(place: str) -> Callable[[SearchRun], Any]:
     """The function at ``path.py:function``."""
     path, _, name = place.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path) if Path(path).is_file() else None

@@ -23,7 +23,7 @@ ALL_FAILED = (
     "you may look at, to see why."
 )
 
-Run = Callable[[Streams, np.random.Generator], tuple[float, T]]
+PrivateRun = Callable[[Streams, np.random.Generator], tuple[float, T]]
 """One private run: from its own streams, and a generator for its candidate, to a noisy score and what it releases."""
 
 
@@ -108,7 +108,7 @@ class OneProcess:
         return self._best
 
 
-def take_part(run: Run[T], root: Streams, board: Board) -> None:
+def take_part(run: PrivateRun[T], root: Streams, board: Board) -> None:
     """Do the runs that fall to this process.
 
     Args:
@@ -130,7 +130,7 @@ def take_part(run: Run[T], root: Streams, board: Board) -> None:
         board.put(number, score, result)
 
 
-def best_of_random_runs(run: Run[T], mean_runs: float, root: Streams) -> tuple[float, T]:
+def best_of_random_runs(run: PrivateRun[T], mean_runs: float, root: Streams) -> tuple[float, T]:
     """Run a geometric number of times and return the run of the highest (private) score; the others are forgotten.
 
     Args:

@@ -37,7 +37,7 @@ from weightclip.tabular._report import privacy_report, settings_json
 from weightclip.tabular._resume import Stage
 from weightclip.tabular._table import BLOCK, Table
 from weightclip.tabular._target import Target, agreement, fit_target, pretended
-from weightclip.tabular._training import UNKNOWN, Budget, Records, Run, Settings, train
+from weightclip.tabular._training import UNKNOWN, Budget, Records, Settings, Trained, train
 
 _IN_MEMORY = 1 << 28  # bytes of features in full precision; those of larger tables are kept in half precision
 _MAPPED = 1 << 31  # bytes of features in half precision beyond which they are kept in a mapped file
@@ -221,7 +221,7 @@ def _center(fitted: Fitted, table: Table, plan: FitPlan, n: int) -> Fitted:
     return fitted if center_error(width, sigma, n) > 1 else center(fitted, table, sigma, plan.door, n)
 
 
-def _train(table: Table, fitted: Fitted, labels: np.ndarray, classes: int, plan: FitPlan, n: int) -> Run:
+def _train(table: Table, fitted: Fitted, labels: np.ndarray, classes: int, plan: FitPlan, n: int) -> Trained:
     """The network: for so many classes, or for a number (0)."""
     encoder, chosen = fitted.encoder, dict(plan.chosen)
     if classes == 0:
@@ -250,7 +250,7 @@ def _loss(classes: int, settings: Settings) -> losses.Loss:
     return kind(temperature=settings.temperature, scale_by_temperature=True, cap=settings.cap)
 
 
-def _report(fitted: Fitted, run: Run, plan: FitPlan, n: int, public: dict[str, Any]) -> dict[str, Any]:
+def _report(fitted: Fitted, run: Trained, plan: FitPlan, n: int, public: dict[str, Any]) -> dict[str, Any]:
     return privacy_report(
         fitted, run, delta=plan.delta, target=plan.epsilon, accountant=plan.accountant, n=n, public=public,
         secure=plan.streams.is_secure, not_covered=plan.not_covered,

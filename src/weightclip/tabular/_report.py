@@ -11,7 +11,7 @@ from weightclip.accounting import Mechanism, NegativeBinomialRuns, epsilon, sear
 from weightclip.engine import FORMAT, version_of_package
 from weightclip.sampling import TAIL
 from weightclip.tabular._encoder import Fitted
-from weightclip.tabular._training import Run, Settings
+from weightclip.tabular._training import Settings, Trained
 
 NOT_COVERED = (
     "the number of records, the column names and types, and the list of classes: they count as public",
@@ -23,7 +23,7 @@ NOT_COVERED = (
 
 def privacy_report(
     fitted: Fitted,
-    run: Run | None,
+    run: Trained | None,
     *,
     delta: float,
     target: float,

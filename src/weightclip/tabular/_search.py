@@ -11,7 +11,7 @@ import numpy as np
 from weightclip.accounting import Mechanism
 from weightclip.errors import WeightclipError
 from weightclip.noise import Streams
-from weightclip.tabular._board import Board, Drawn, OneProcess, Run, take_part
+from weightclip.tabular._board import Board, Drawn, OneProcess, PrivateRun, take_part
 from weightclip.tabular._door import Door
 from weightclip.tabular._fit import fit_classifier, fit_regressor
 from weightclip.tabular._model import Model
@@ -123,7 +123,7 @@ def search(task: Task, how: SearchPlan, board: Board | None = None) -> tuple[Mod
     return model, searched_report(report, released, how.mean_runs, how.plan.epsilon, n, share)
 
 
-def run_of(task: Task, how: SearchPlan, drawn: Drawn) -> Run[tuple[Model, dict[str, Any]]]:
+def run_of(task: Task, how: SearchPlan, drawn: Drawn) -> PrivateRun[tuple[Model, dict[str, Any]]]:
     """One run of a search of this task, for `take_part`."""
     inner = _inner(task, how)
     agreed = [replace(m, label="") for m in _mechanisms(task, inner)]

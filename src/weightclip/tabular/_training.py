@@ -94,7 +94,7 @@ class Records:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class Trained:
     """One trained network and what it cost.
 
     Attributes:
@@ -160,7 +160,7 @@ def train(
     ledger: Path | None = None,
     checkpoint: Checkpoint | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Run:
+) -> Trained:
     """Train one network with :class:`weightclip.PrivacyEngine`.
 
     Args:
@@ -177,7 +177,7 @@ def train(
         progress: Called with (steps done, steps in all).
 
     Formal guarantees:
-        Those of the engine: T Poisson-sampled Gaussian mechanisms, `Run.mechanism`, under adding or removing one
+        Those of the engine: T Poisson-sampled Gaussian mechanisms, `Trained.mechanism`, under adding or removing one
         record, given q, b, T, the settings and the initial weights. Averages of released weights are free. With sample
         weights a record takes part with a smaller chance (`thinned`).
     """
@@ -213,7 +213,7 @@ def train(
         state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     names = [f"layers.{2 * k}" for k in range(len(settings.hidden) + 1)]
     weights = tuple((state[f"{name}.weight"], state[f"{name}.bias"]) for name in names)
-    return Run(settings, weights, sigma, q, steps, float(batch), tuple(layers))
+    return Trained(settings, weights, sigma, q, steps, float(batch), tuple(layers))
 
 
 def _loop(
