@@ -64,7 +64,7 @@ def test_replays_draw_fresh_noise_and_fresh_records(settings: HeadSettings) -> N
     noises: list[list[torch.Tensor]] = []
     draws: list[torch.Tensor] = []
     for _ in range(replays):
-        graph.replay()
+        trainer.replay(graph)
         torch.cuda.synchronize()
         noises.append([])
         for k, (w, b) in enumerate(trainer.gradients):
@@ -95,6 +95,6 @@ def test_the_first_replay_uses_the_first_weights() -> None:
     rows = torch.arange(4096, device="cuda")
     expected = trainer.contribution(rows).sensitivities.clone()
     graph = trainer.capture()
-    graph.replay()
+    trainer.replay(graph)
     torch.cuda.synchronize()
     assert trainer.sensitivities.tolist() == pytest.approx(expected.tolist(), rel=1e-9)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weightclip.bounds import gram_iteration, spectral_norm
 from weightclip.errors import WeightclipError
-from weightclip.noise import joint_multiplier
+from weightclip.noise import NOISE, SAMPLING, Streams, joint_multiplier
 from weightclip_studies.images._gather import gather
 from weightclip_studies.images._product import Features, integer_product, quantise
 from weightclip_studies.images._settings import ALLOCATIONS, HeadSettings
@@ -47,7 +47,7 @@ class HeadTrainer:
         data: The records, inside the unit ball.
         settings: The head and how it is trained.
         sigma: Noise multiplier.
-        seed: Of the initial weights and, hashed with everything else here, of draws and noise.
+        seed: Of the initial weights and, hashed with everything else here, of the streams of draws and noise.
         stream: Name of this run among others on the same records (data set, stage, method, epsilon).
         classes: Number of outputs.
 
@@ -56,8 +56,9 @@ class HeadTrainer:
         (G_k + s_k N(0, I))/b for all layers jointly with sum_k Delta_k^2/s_k^2 = 1/sigma^2 (joint cap: s_k = sigma t_k
         with sum_k ||g_k||^2/t_k^2 <= 1), where Delta_k bounds one record's contribution to G_k: one Poisson-sampled
         Gaussian mechanism of multiplier sigma under adding or removing one record. Weights after each step are
-        post-processing. Sums over records are exact (hidden layer) or float64; noise is added in float64. Public:
-        settings, number of records, widths, initial weights. ``sigma = 0`` is not private.
+        post-processing. Sums over records are exact (hidden layer) or float64; noise is added in float64, and drawn
+        from the package's streams: those of one run and step, which no other has. Public: settings, number of records,
+        widths, initial weights. ``sigma = 0`` is not private.
     """
 
     def __init__(
@@ -94,7 +95,12 @@ class HeadTrainer:
         self.sensitivities = torch.zeros(len(self.shapes), dtype=torch.float64, device=device)
         self.gains = torch.zeros(len(self.shapes), dtype=torch.float64, device=device)
         self._cache: dict[tuple[float, ...], Tensor] = {}
-        torch.manual_seed(noise_seed(settings, self.sigma, seed, stream))
+        self.streams = Streams.seeded(noise_seed(settings, self.sigma, seed, stream))
+        self.steps = 0  # those whose random numbers were drawn
+        self.noise = torch.zeros_like(self.flat)
+        self.noises = self._views(self.noise, sizes)
+        self.chances = torch.ones(len(data), dtype=torch.float64, device=device)
+        self._sampler = torch.Generator(device)
         self._clip()
 
     def _views(self, flat: Tensor, sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
@@ -103,10 +109,17 @@ class HeadTrainer:
 
     # -- one step --------------------------------------------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """The random numbers of the next step, in the memory that it reads: a graph holds none of its own."""
+        self.streams.normal_(self.noise, NOISE, self.steps)
+        self._sampler.manual_seed(self.streams.seeds(SAMPLING, self.steps)[0])
+        self.chances.uniform_(generator=self._sampler)
+        self.steps += 1
+
     def draw(self) -> Tensor:
         """Poisson sample as row numbers of fixed length, padded with the zero record."""
         n = len(self.data)
-        chosen = torch.rand(n, device=self.flat.device, dtype=torch.float64) < self.q
+        chosen = self.chances < self.q
         place = chosen.cumsum(0) - 1
         self.largest.copy_(torch.maximum(self.largest, place[-1] + 1))
         slot = torch.where(chosen, place.clamp(max=self.rows), self.rows)
@@ -220,13 +233,16 @@ class HeadTrainer:
     @torch.no_grad()
     def step(self, rows: Tensor | None = None) -> None:
         """Draw, bound, sum, noise, Adam, ClipWeights, average."""
+        self.prepare()
+        self._step(rows)
+
+    def _step(self, rows: Tensor | None = None) -> None:
         c = self.contribution(self.draw() if rows is None else rows)
         self.sensitivities.copy_(c.sensitivities)
         self.scales.copy_(self.noise_scales(c.sensitivities))
-        for k, (sums, into) in enumerate(zip(c.sums, self.gradients, strict=True)):
-            for part, out in zip(sums, into, strict=True):
-                noise = torch.randn(out.shape, device=out.device).double() * self.scales[k]
-                out.copy_((part + noise) / self.b)
+        for k, (sums, noises, into) in enumerate(zip(c.sums, self.noises, self.gradients, strict=True)):
+            for part, noise, out in zip(sums, noises, into, strict=True):
+                out.copy_((part + noise.double() * self.scales[k]) / self.b)
             into[1].div_(self.settings.bias_scale)
         self.t += 1
         self.m.lerp_(self.gradient, 0.1)
@@ -258,11 +274,17 @@ class HeadTrainer:
             return self.finish()
         graph = self.capture()
         for _ in range(self.settings.steps):
-            graph.replay()
+            self.replay(graph)
         torch.cuda.synchronize()
         del graph
         return self.finish()
 
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """One step of a captured graph, with random numbers of its own."""
+        self.prepare()
+        graph.replay()
+
+    @torch.no_grad()
     def capture(self) -> torch.cuda.CUDAGraph:
         """One step as a CUDA graph; the warm-up steps it takes are forgotten, never released."""
         state = [x.clone() for x in self._state()]
@@ -270,11 +292,11 @@ class HeadTrainer:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                self.step()
+                self._step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.step()
+            self._step()
         self._restore(state)
         return graph
 
