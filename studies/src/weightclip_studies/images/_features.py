@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weightclip.errors import WeightclipError
 from weightclip.nn import Scattering2d, safe_normalise
 from weightclip_studies.images._product import Features, collect, encode
 from weightclip_studies.images._synthetic import dead_leaves
+from weightclip_studies.images._whitening import Whitening, tamed, unit
+from weightclip_studies.images.extractor import LearnedFeatures, LearnedSettings
 
+CHUNK = 1000
+"""Records of one pass of a feature map."""
 _OPPONENT = ((1 / 3, 1 / 3, 1 / 3), (0.5, -0.5, 0.0), (0.25, 0.25, -0.5))  # grey, red-green, yellow-blue
 
 
@@ -39,6 +44,7 @@ class FeatureSettings:
         smooth: Passes of smoothing over neighbouring cells, of the scattering, patch and grey blocks. A pass adds to
             each cell the mean of its 3 x 3 neighbourhood: weights that agree in neighbouring cells become cheaper.
         seed: Seed of the synthetic pictures.
+        learned: Features of networks trained on synthetic pictures, joined to the other blocks; None for none.
     """
 
     scattering: float = 1.0
@@ -57,40 +63,24 @@ class FeatureSettings:
     power: float = 1.0
     smooth: tuple[int, int, int] = (0, 0, 0)
     seed: int = 0
+    learned: LearnedSettings | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "smooth", tuple(int(n) for n in self.smooth))  # a list where it comes from a file
+        if isinstance(self.learned, dict):  # likewise
+            object.__setattr__(self, "learned", LearnedSettings(**self.learned))
 
     @property
     def name(self) -> str:
         """Blocks, for the name of a model."""
-        blocks = {"scattering": self.scattering, "patches": self.patches, "grey": self.grey}
+        blocks = {
+            "scattering": self.scattering, "patches": self.patches, "grey": self.grey, "learned": self.learned
+        }  # fmt: skip
         return "+".join(block for block, there in blocks.items() if there)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values."""
-        return asdict(self)
-
-
-class Whitening(nn.Module):
-    """x -> (C + ridge I)^(-1/2) (x - mean) over channels, mean and C from synthetic pictures."""
-
-    mean: Tensor
-    matrix: Tensor
-
-    def __init__(self, x: Tensor, ridge: float) -> None:
-        super().__init__()
-        rows = x.movedim(1, -1).flatten(0, -2).double()  # (records, positions) x channels
-        mean = rows.mean(0)
-        covariance = (rows - mean).t() @ (rows - mean) / len(rows)
-        values, vectors = torch.linalg.eigh(covariance)
-        floor = ridge * values.mean()
-        self.register_buffer("mean", mean.float())
-        self.register_buffer("matrix", ((vectors * (values.clamp_min(0) + floor).rsqrt()) @ vectors.t()).float())
-
-    def forward(self, x: Tensor) -> Tensor:
-        shape = (1, -1, *(1,) * (x.dim() - 2))
-        return torch.einsum("oc,nc...->no...", self.matrix, x - self.mean.view(shape))
+        """As JSON-ready values; what there is no learned block for is told as before there was one."""
+        return {key: value for key, value in asdict(self).items() if key != "learned" or value is not None}
 
 
 class PatchFeatures(nn.Module):
@@ -138,7 +128,9 @@ class FeatureMap(nn.Module):
     """Images (uint8) to unit-norm records.
 
     Formal guarantees: every output has l2 norm at most 1 and depends on its own image alone; the map itself is made
-    from ``settings`` and synthetic pictures, so it is public.
+    from ``settings``, synthetic pictures and networks trained on such pictures, so it is public. `encode` gives every
+    pass the same number of rows; `check_alone` tries on synthetic pictures whether codes are then the same bit by bit
+    whatever a record's place and neighbours, which rounding on a GPU could break.
     """
 
     def __init__(self, settings: FeatureSettings, shape: tuple[int, ...], device: torch.device | str = "cpu") -> None:
@@ -153,6 +145,7 @@ class FeatureMap(nn.Module):
         self.white_scattering: nn.Module = nn.Identity()
         self.white_patch: nn.Module = nn.Identity()
         self.white_grey: nn.Module = nn.Identity()
+        self.learned = LearnedFeatures(settings.learned, shape, device) if settings.learned else None
         if settings.whiten is not None:
             images = dead_leaves(1024, self.size, self.planes, seed=settings.seed + 2, device=device)
             parts = [self._raw(part) for part in images.split(128)]
@@ -180,17 +173,16 @@ class FeatureMap(nn.Module):
 
     def _views(self, x: Tensor) -> dict[str, Tensor]:
         """Whitened maps of each block, each a unit vector."""
-        return {name: _unit(getattr(self, f"white_{name}")(part)) for name, part in self._raw(x).items()}
+        return {name: unit(getattr(self, f"white_{name}")(part)) for name, part in self._raw(x).items()}
 
     def _finish(self, name: str, maps: Tensor) -> Tensor:
         """Power and smoothing of one block's maps, its norm kept; flat, with its weight."""
         s = self.settings
-        size, tamed = maps.flatten(1).norm(dim=1, keepdim=True), maps
-        if s.power != 1 and name != "scattering":
-            tamed = tamed.sign() * tamed.abs() ** s.power
-        for _ in range(s.smooth[("scattering", "patch", "grey").index(name)]):
-            tamed = tamed + nn.functional.avg_pool2d(tamed, 3, 1, 1)
-        flat = tamed.flatten(1) if tamed is maps else _unit(tamed.flatten(1)) * size
+        power = 1.0 if name == "scattering" else s.power
+        passes = s.smooth[("scattering", "patch", "grey").index(name)]
+        flat = maps.flatten(1)
+        if power != 1 or passes:
+            flat = unit(tamed(maps, power, passes).flatten(1)) * flat.norm(dim=1, keepdim=True)
         return (s.scattering if name == "scattering" else s.patch_weight) * flat
 
     @torch.no_grad()
@@ -201,14 +193,41 @@ class FeatureMap(nn.Module):
         if self.settings.flip:
             blocks = {name: maps + other for (name, maps), other in
                       zip(blocks.items(), self._views(x.flip(-1)).values(), strict=True)}  # fmt: skip
-        return _unit(torch.cat([self._finish(name, maps) for name, maps in blocks.items()], 1))
+        parts = [self._finish(name, maps) for name, maps in blocks.items()]
+        fixed = unit(torch.cat(parts, 1)) if parts else None
+        if self.learned is None:
+            if fixed is None:
+                raise WeightclipError("FeatureSettings: give scattering, patches, grey or learned a weight above 0")
+            return fixed
+        learned = self.learned(x)
+        if fixed is None:
+            return learned
+        share = self.learned.settings.share
+        return torch.cat([math.sqrt(1 - share) * fixed, math.sqrt(share) * learned], 1)
 
-    def encode(self, images: Tensor, labels: Tensor, chunk: int = 1000) -> Features:
+    def codes(self, images: Tensor, chunk: int = CHUNK) -> Tensor:
+        """Features of all images as codes of the integer grid; every pass has ``chunk`` rows, the last one zeros too."""
+        found = []
+        for part in images.split(chunk):
+            rows = torch.cat([part, part.new_zeros(chunk - len(part), *part.shape[1:])])
+            found.append(encode(self(rows))[: len(part)])
+        return torch.cat(found)
+
+    def encode(self, images: Tensor, labels: Tensor, chunk: int = CHUNK) -> Features:
         """Features of all images on the integer grid."""
-        return collect(torch.cat([encode(self(part)) for part in images.split(chunk)]), labels)
+        return collect(self.codes(images, chunk), labels)
 
+    def check_alone(self, device: torch.device | str, chunk: int = CHUNK) -> None:
+        """An error if a record's codes change with its place in a pass or with the records around it.
 
-def _unit(x: Tensor) -> Tensor:
-    """Each record divided by its norm."""
-    size = x.flatten(1).square().sum(1).clamp_min(1e-12).rsqrt()
-    return x * size.view(-1, *(1,) * (x.dim() - 1))
+        Synthetic pictures are encoded, once as they are and once with the first one taken out, which moves each later
+        one by a row and the first of a pass into the pass before. Nothing private is looked at.
+        """
+        made = dead_leaves(chunk + 24, self.size, self.planes, seed=self.settings.seed + 3, device=device)
+        images = (made * 255).round().to(torch.uint8)
+        images = images.squeeze(1) if self.planes == 1 else images.movedim(1, -1).contiguous()
+        whole, less = self.codes(images, chunk), self.codes(images[1:], chunk)
+        if not torch.equal(whole[1:], less):
+            raise WeightclipError(
+                f"features of a record change with its place in a pass of {chunk}: encode each by itself (chunk 1)"
+            )

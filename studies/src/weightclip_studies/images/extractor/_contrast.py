@@ -1,0 +1,251 @@
+"""SimCLR on synthetic pictures: two views of one picture agree, those of different ones do not (Chen et al., 2020)."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightclip.errors import WeightclipError
+from weightclip_studies.images.extractor._draws import Draws
+from weightclip_studies.images.extractor._network import Projected, ResNet9
+from weightclip_studies.images.extractor._processes import Processes, pictures
+from weightclip_studies.images.extractor._views import Views, view
+
+_EVERY = 50  # steps between two looks at the clock and the loss: each look waits for the GPU
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides an extractor; every field is public, and none of it comes from a data set of images.
+
+    Attributes:
+        seed: Seed of pictures, first weights, batches and views.
+        width: Channels of the network's first stage.
+        images: Number of pictures.
+        steps: Training steps.
+        pairs: Pictures of a batch, two views of each.
+        temperature: Of the contrast.
+        rate: Largest learning rate of AdamW; it warms up, then falls as a cosine to zero.
+        warm: Share of the steps in which it warms up.
+        decay: Weight decay.
+        processes: How pictures are made.
+        views: How views are made.
+    """
+
+    seed: int = 0
+    width: int = 64
+    images: int = 600_000
+    steps: int = 10_000
+    pairs: int = 1024
+    temperature: float = 0.2
+    rate: float = 2e-3
+    warm: float = 0.05
+    decay: float = 1e-4
+    processes: Processes = field(default_factory=Processes)
+    views: Views = field(default_factory=Views)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Recipe:
+        """From what `to_dict` gave."""
+        return cls(**{**values, "processes": Processes(**values["processes"]), "views": Views(**values["views"])})
+
+    def rate_at(self, step: int) -> float:
+        """Learning rate of a step."""
+        warm = max(1, round(self.warm * self.steps))
+        if step < warm:
+            return self.rate * (step + 1) / warm
+        return self.rate * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self.steps - warm)))
+
+
+def contrast(z: Tensor, temperature: float) -> Tensor:
+    """Mean cross-entropy of finding each view's partner among all others; the first half's partners are the second."""
+    n = len(z) // 2
+    likeness = z @ z.t() / temperature
+    likeness = likeness.masked_fill(torch.eye(2 * n, dtype=torch.bool, device=z.device), -math.inf)
+    partner = torch.arange(2 * n, device=z.device).roll(n)
+    return nn.functional.cross_entropy(likeness, partner)
+
+
+class ContrastiveTraining:
+    """Trains one extractor; goes on from its checkpoint where there is one.
+
+    Step t's batch and views come from a stream named by seed and t, so a run that was interrupted draws what it would
+    have drawn. Rounding on a GPU may differ from run to run.
+
+    Args:
+        recipe: What to train.
+        device: "cpu" or "cuda".
+        folder: Where the checkpoint lies, None for none.
+        compiled: Compile the network; None: on CUDA.
+        say: Told how far it has come.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: str = "cpu",
+        folder: Path | None = None,
+        compiled: bool | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.recipe, self.device, self.say = recipe, torch.device(device), say
+        self.folder = None if folder is None else Path(folder)
+        began = time.perf_counter()
+        self.images = pictures(recipe.images, recipe.processes, recipe.seed, device, source=device, say=say)
+        self._wait()
+        say(f"{recipe.images} pictures in {time.perf_counter() - began:.1f} s")
+        self._begin()
+        self._forward: Callable[[Tensor], Tensor] = self.model
+        if compiled if compiled is not None else self.device.type == "cuda":
+            self._forward = self._compiled()
+            self._begin(again=True)
+        self.step, self.seconds = 0, 0.0
+        self.losses: list[tuple[int, float]] = []
+        self._load()
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, again: bool = False) -> None:
+        """First weights, by the seed alone; in place where there is a model already, which may be compiled."""
+        state = torch.random.get_rng_state()
+        torch.manual_seed(self.recipe.seed)
+        fresh = Projected(self.recipe.width)
+        torch.random.set_rng_state(state)
+        if again:
+            self.model.load_state_dict(fresh.state_dict())
+        else:
+            self.model = fresh.to(self.device, memory_format=torch.channels_last)
+        kernels = {"fused": True} if self.device.type == "cuda" else {}
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=self.recipe.rate, weight_decay=self.recipe.decay, **kernels
+        )
+
+    def _compiled(self) -> Callable[[Tensor], Tensor]:
+        """The compiled network, after it made two steps; the plain one where compiling fails."""
+        began = time.perf_counter()
+        plain, self._forward = self._forward, torch.compile(self.model)
+        try:
+            for t in range(2):
+                self._one(t)
+            self._wait()
+        except Exception as error:  # whatever fails here, the plain network is right, and slower
+            warnings.warn(f"the network is not compiled: {type(error).__name__}: {error}", stacklevel=3)
+            return plain
+        self.say(f"compiled in {time.perf_counter() - began:.1f} s")
+        return self._forward
+
+    def batch(self, step: int) -> Tensor:
+        """Both views of the pictures of a step, partners half a batch apart."""
+        r = self.recipe
+        draws = Draws("batch", r.seed, step, device=self.device, source=self.device)
+        chosen = self.images[draws.whole(len(self.images), r.pairs)]
+        both = [view(chosen, r.views, draws) for _ in range(2)]
+        return torch.cat(both).contiguous(memory_format=torch.channels_last)
+
+    def _one(self, step: int) -> Tensor:
+        self.model.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.rate_at(step)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            z = self._forward(self.batch(step))
+        loss = contrast(z, self.recipe.temperature)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    # -- whole runs ----------------------------------------------------------------------------------------------------
+
+    def pace(self, steps: int = 30) -> float:
+        """Seconds of one step, by steps that are then forgotten. Only before training."""
+        if self.step:
+            raise WeightclipError("pace: training has begun; its number of steps can no longer be chosen")
+        for t in range(-(-steps // 3)):
+            self._one(t)
+        self._wait()
+        began = time.perf_counter()
+        for t in range(steps):
+            self._one(t)
+        self._wait()
+        seconds = (time.perf_counter() - began) / steps
+        self._begin(again=True)
+        return seconds
+
+    def run(self, within: float = math.inf, checkpoint_every: float = 60.0) -> bool:
+        """Train until all steps are done (True) or ``within`` seconds have passed (False); keeps a checkpoint."""
+        began = told = saved = time.perf_counter()
+        before = self.seconds
+        while self.step < self.recipe.steps:
+            loss = self._one(self.step)
+            self.step += 1
+            if self.step % _EVERY and self.step < self.recipe.steps:
+                continue
+            self.losses.append((self.step, float(loss)))
+            now = time.perf_counter()
+            self.seconds = before + now - began
+            if not math.isfinite(self.losses[-1][1]):
+                raise WeightclipError(f"the loss is not finite at step {self.step}: lower the learning rate")
+            if now - told > 10:
+                told = now
+                self.say(f"step {self.step} of {self.recipe.steps}, loss {self.losses[-1][1]:.3f}")
+            if now - began > within:
+                break
+            if now - saved > checkpoint_every:
+                saved = now
+                self._save()
+        self._save()
+        return self.step >= self.recipe.steps
+
+    def result(self) -> ResNet9:
+        """The network for features: batch normalisation folded into constants of training."""
+        return self.model.net.folded()
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    # -- checkpoint ----------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "recipe": self.recipe.to_dict(), "step": self.step, "seconds": self.seconds, "losses": self.losses,
+            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+        }  # fmt: skip
+        path = self.folder / f"training-{self.recipe.seed}.pt"
+        torch.save(state, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+
+    def _load(self) -> None:
+        path = None if self.folder is None else self.folder / f"training-{self.recipe.seed}.pt"
+        if path is None or not path.exists():
+            return
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        if state["recipe"] != self.recipe.to_dict():
+            raise WeightclipError(f"{path} is of another recipe: take another folder, or give the same options")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds, self.losses = state["step"], state["seconds"], state["losses"]
+        self.say(f"goes on at step {self.step} of {self.recipe.steps}")
+
+
+def earlier_recipe(folder: Path, seed: int) -> Recipe | None:
+    """The recipe of the checkpoint in a folder, None where there is none."""
+    path = Path(folder) / f"training-{seed}.pt"
+    if not path.exists():
+        return None
+    return Recipe.from_dict(torch.load(path, map_location="cpu", weights_only=True)["recipe"])
