@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from weightclip.cli import assemble, run
 
-COMMANDS = ("reproduce", "text", "tune", "bench", "data", "audit")
+COMMANDS = ("reproduce", "extractor", "text", "tune", "bench", "data", "audit")
 """In the order ``--help`` shows them."""
 
 app = assemble(

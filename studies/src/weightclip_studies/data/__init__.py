@@ -18,8 +18,11 @@ from ._encode import OneHot as OneHot
 from ._encode import Ordinal as Ordinal
 from ._encode import encode as encode
 from ._fetch import fetch as fetch
+from ._images import image_file_names as image_file_names
+from ._images import image_files as image_files
 from ._images import image_names as image_names
 from ._images import load_images as load_images
+from ._images import read_checked as read_checked
 from ._schema import Description as Description
 from ._schema import Feature as Feature
 from ._schema import describe as describe

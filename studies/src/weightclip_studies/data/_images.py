@@ -59,6 +59,22 @@ def load_images(name: str, split: str, folder: Path | None = None) -> tuple[np.n
     )
 
 
+def image_file_names(name: str) -> list[str]:
+    """Names of the files of an image set in its smallest loss-free layout: strips, or idx files."""
+    check_name(name)
+    return [file for file in sorted(checksums()[name]) if file.endswith((".webp", "ubyte.gz"))]
+
+
+def image_files(name: str) -> list[Path]:
+    """The files of `image_file_names`, in the first folder of this machine that holds all of them."""
+    wanted = image_file_names(name)
+    for place in _places(name):
+        files = [place / file for file in wanted]
+        if all(file.is_file() for file in files):
+            return files
+    raise WeightclipError(f"image data {name!r}: no folder holds all of its {len(wanted)} strips or idx files")
+
+
 @functools.cache
 def checksums() -> dict[str, dict[str, str]]:
     """SHA-256 of every accepted file, by set and file name."""

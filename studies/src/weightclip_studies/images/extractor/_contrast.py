@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +168,10 @@ class ContrastiveTraining:
 
     # -- whole runs ----------------------------------------------------------------------------------------------------
 
-    def pace(self, steps: int = 30) -> float:
-        """Seconds of one step, by steps that are then forgotten. Only before training."""
+    def fill(self, seconds: float, steps: int = 30) -> int:
+        """Take as many steps as fit into ``seconds``, timed by a few that are then forgotten. Only before training."""
         if self.step:
-            raise WeightclipError("pace: training has begun; its number of steps can no longer be chosen")
+            raise WeightclipError("fill: training has begun; its number of steps can no longer be chosen")
         for t in range(-(-steps // 3)):
             self._one(t)
         self._wait()
@@ -179,9 +179,11 @@ class ContrastiveTraining:
         for t in range(steps):
             self._one(t)
         self._wait()
-        seconds = (time.perf_counter() - began) / steps
+        one = (time.perf_counter() - began) / steps
         self._begin(again=True)
-        return seconds
+        self.recipe = replace(self.recipe, steps=max(1, int(seconds / one)))
+        self.say(f"{1000 * one:.1f} ms a step: {self.recipe.steps} steps in {seconds:.0f} s")
+        return self.recipe.steps
 
     def run(self, within: float = math.inf, checkpoint_every: float = 60.0) -> bool:
         """Train until all steps are done (True) or ``within`` seconds have passed (False); keeps a checkpoint."""

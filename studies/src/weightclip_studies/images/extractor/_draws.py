@@ -20,7 +20,9 @@ class Draws:
         source: Where they are drawn.
     """
 
-    def __init__(self, *purpose: object, device: torch.device | str = "cpu", source: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, *purpose: object, device: torch.device | str = "cpu", source: torch.device | str = "cpu"
+    ) -> None:
         told = hashlib.sha256("/".join(map(str, purpose)).encode()).digest()
         self.device = torch.device(device)
         self.generator = torch.Generator(device=source).manual_seed(int.from_bytes(told[:8], "big") >> 1)

@@ -130,7 +130,9 @@ def _leaves(count: int, settings: Processes, draws: Draws) -> Tensor:
         far = _distance(u, v / aspect[i], kind[i], waves[i], phases[i])
         cover = ((radius[i] - far) / soft[i] + 0.5).clamp(0, 1).unsqueeze(1)
         image = torch.lerp(image, paint.clamp(0, 1), cover)
-    light = 1 + 0.5 * (draws.normal(count, 1, 1, 1) * (columns / size - 0.5) + draws.normal(count, 1, 1, 1) * (rows / size - 0.5))
+    light = 1 + 0.5 * (
+        draws.normal(count, 1, 1, 1) * (columns / size - 0.5) + draws.normal(count, 1, 1, 1) * (rows / size - 0.5)
+    )
     return image * light.clamp(0.4, 1.6)
 
 

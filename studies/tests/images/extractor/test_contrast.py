@@ -1,0 +1,126 @@
+"""Contrastive training in small: loss, views, repetition, interruption."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from weightclip.errors import WeightclipError
+from weightclip_studies.images.extractor import ContrastiveTraining, Processes, Recipe, Views, pictures, train_extractor
+from weightclip_studies.images.extractor import _contrast as module
+from weightclip_studies.images.extractor._draws import Draws
+from weightclip_studies.images.extractor._views import view
+
+TINY = Recipe(width=2, images=48, steps=6, pairs=12, processes=Processes(size=32, leaves=6, generated=0.25))
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_the_contrast_by_hand() -> None:
+    z = torch.nn.functional.normalize(torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), dim=1)
+    losses = []
+    for i in range(6):
+        others = [j for j in range(6) if j != i]
+        logits = torch.stack([z[i] @ z[j] / 0.2 for j in others])
+        losses.append(-logits.log_softmax(0)[others.index((i + 3) % 6)])
+    assert torch.allclose(module.contrast(z, 0.2), torch.stack(losses).mean())
+    apart = torch.eye(4).repeat(2, 1)  # partners equal, all others at right angles
+    assert (
+        float(module.contrast(apart, 0.05))
+        < 1e-6
+        < float(module.contrast(apart.roll(1, 0)[[0, 1, 2, 3, 6, 7, 4, 5]], 0.05))
+    )
+
+
+def test_the_rate_warms_up_and_falls_to_nothing() -> None:
+    rates = [replace(TINY, steps=100, warm=0.1).rate_at(t) for t in range(100)]
+    assert rates[9] == TINY.rate == max(rates) and rates[0] == pytest.approx(TINY.rate / 10)
+    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] < 0.01 * TINY.rate
+
+
+def test_views_differ_as_they_may_and_repeat() -> None:
+    images = pictures(6, TINY.processes, 0)
+    settings = Views(size=24, hole=0.5)
+    one, again, other = (view(images, settings, Draws("v", s)) for s in (0, 0, 1))
+    assert one.shape == (6, 3, 24, 24) and float(one.min()) >= 0 and float(one.max()) <= 1
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    plain = Views(size=32, smallest=1.0, jittered=0.0, grey=0.0)
+    for image, seen in zip(images.float() / 255, view(images, plain, Draws("v", 0)), strict=True):
+        # only mirroring and the ratio of the sides are left
+        assert min(float((seen - image).abs().mean()), float((seen - image.flip(-1)).abs().mean())) < 0.1
+    grey = view(images, replace(plain, grey=1.0), Draws("v", 0))
+    assert torch.equal(grey[:, 0], grey[:, 2])
+
+
+def test_a_view_depends_on_its_own_picture() -> None:
+    images = pictures(4, TINY.processes, 0)
+    changed = torch.cat([images[:1], 255 - images[1:]])
+    assert torch.equal(view(images, Views(), Draws("v", 0))[0], view(changed, Views(), Draws("v", 0))[0])
+
+
+def test_the_loss_falls() -> None:
+    training = ContrastiveTraining(replace(TINY, steps=50, width=4, warm=0.1), say=quiet)
+    first = float(module.contrast(training.model(training.batch(0)).detach(), 0.2))
+    training.run()
+    assert training.losses[-1][1] < first - 0.5 and training.losses[-1][1] < math.log(23) - 0.5
+
+
+def test_training_repeats_and_goes_on_where_it_was_stopped(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_EVERY", 2)
+    whole = ContrastiveTraining(TINY, say=quiet)
+    assert whole.run()
+    first = ContrastiveTraining(TINY, folder=tmp_path, say=quiet)
+    assert not first.run(within=0.0) and first.step == 2
+    second = ContrastiveTraining(TINY, folder=tmp_path, say=quiet)
+    assert second.step == 2 and second.run() and second.seconds > first.seconds
+    assert same(whole.result(), second.result()) and whole.losses == second.losses
+    assert not same(whole.result(), ContrastiveTraining(TINY, say=quiet).result())
+    with pytest.raises(WeightclipError, match="another recipe"):
+        ContrastiveTraining(replace(TINY, rate=1.0), folder=tmp_path, say=quiet)
+
+
+def test_steps_that_were_only_timed_are_forgotten() -> None:
+    training, other = (ContrastiveTraining(TINY, say=quiet) for _ in range(2))
+    steps = training.fill(2.0, steps=1)
+    assert steps >= 1 and training.recipe == replace(TINY, steps=steps) and same(training.model, other.model)
+    assert all(torch.equal(a, b) for a, b in zip(training.model.buffers(), other.model.buffers(), strict=True))
+    training.step = 1
+    with pytest.raises(WeightclipError, match="has begun"):
+        training.fill(1.0)
+
+
+def test_a_compiler_that_fails_is_not_used(monkeypatch) -> None:
+    def broken(x):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda model: broken)
+    with pytest.warns(UserWarning, match="no compiler"):
+        training = ContrastiveTraining(replace(TINY, steps=1), compiled=True, say=quiet)
+    plain = ContrastiveTraining(replace(TINY, steps=1), say=quiet)
+    assert training.run() and plain.run() and same(training.result(), plain.result())
+
+
+def test_a_recipe_survives_a_file() -> None:
+    assert Recipe.from_dict(TINY.to_dict()) == TINY
+
+
+def test_an_interrupted_extractor_keeps_its_number_of_steps(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_EVERY", 1)
+    monkeypatch.setattr(
+        ContrastiveTraining, "fill", lambda self, seconds: setattr(self, "recipe", replace(TINY, steps=3))
+    )
+    assert train_extractor(TINY, tmp_path / "w", tmp_path, minutes=1.0, within=0.0, say=quiet) is None
+    monkeypatch.delattr(ContrastiveTraining, "fill")
+    stored = train_extractor(TINY, tmp_path / "w", tmp_path, minutes=1.0, say=quiet)
+    assert stored is not None and stored.recipe.steps == 3 and stored.facts["device"] == "cpu"
+    assert (tmp_path / "w" / f"{stored.name}.png").exists()
+    assert train_extractor(TINY, tmp_path / "w", tmp_path / "none", say=quiet) == stored  # not made again
