@@ -25,7 +25,7 @@ COMMANDS = dict(leaves(ROOT))
 
 
 def test_all_commands_are_found():
-    names = {"reproduce", "text", "tune", "bench", "data", "audit"}
+    names = {"reproduce", "extractor", "text", "tune", "bench", "data", "audit"}
     assert {p[0] for p in COMMANDS} == names
 
 

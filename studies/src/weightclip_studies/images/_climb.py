@@ -9,8 +9,8 @@ from typing import Any
 from weightclip.errors import WeightclipError
 from weightclip_studies.images._settings import HeadSettings
 
-BATCHES = (1024, 2048, 4096, 8192, 16384)
-STEPS = (60, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000, 3000)
+BATCHES = (2048, 4096, 8192, 16384)
+STEPS = (100, 200, 300, 400, 600, 800, 1000, 1500, 2000, 3000)
 _CAPS = (0.01, 0.02, 0.035, 0.05, 0.075, 0.11, 0.16, 0.24, 0.36, 0.55, 0.8, 1.2)
 LISTS: Mapping[str, Sequence[float]] = {
     "learning_rate": (0.004, 0.006, 0.009, 0.013, 0.02, 0.03, 0.045, 0.065, 0.1, 0.15, 0.22, 0.33, 0.5),

@@ -16,7 +16,7 @@ import torch
 from weightclip.errors import WeightclipError
 from weightclip_studies.images._climb import Chosen, climb
 from weightclip_studies.images._experiment import ImageStudy
-from weightclip_studies.images._features import FeatureMap, FeatureSettings
+from weightclip_studies.images._features import CHUNK, FeatureMap, FeatureSettings
 from weightclip_studies.images._settings import HeadSettings
 from weightclip_studies.images.extractor import LearnedSettings, describe_extractor
 
@@ -104,7 +104,7 @@ class HeadStudy:
         study = self.study
         study.used = self.features
         feature_map = FeatureMap(self.features, tuple(study.images.shape[1:]), study.device)
-        chunk = feature_map.chunk_alone(study.device)
+        chunk = feature_map.chunk_alone(study.device, CHUNK)
         study.say(f"{study.dataset}: passes of {chunk}, in which no record's features depend on another's")
         train = feature_map.encode(study.images, study.labels, chunk)
         fit, val = train.subset(study.fit_rows), train.subset(study.val_rows)
