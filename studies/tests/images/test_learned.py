@@ -52,7 +52,7 @@ def weights(tmp_path, monkeypatch) -> Path:
     whole = _features.dead_leaves
     monkeypatch.setattr(_features, "dead_leaves", lambda count, *a, **k: whole(min(count, 24), *a, **k))
     monkeypatch.setitem(_learned.FIXED, "mnist", FeatureSettings())
-    few = {"learning_rate": (0.02, 0.05, 0.1), "cap": (0.3, 0.5, 0.9), "steps": (8,), "batch": (100,),
+    few = {"learning_rate": (0.02, 0.05, 0.1), "cap": (0.3, 0.5, 0.9), "steps": (8,), "batch": (200,),
            "bias_scale": (0.2,), "average": (0.9,)}  # fmt: skip
     monkeypatch.setattr(_learned, "climb", lambda *a: _climb.climb(*a, lists=few))
     settings = LearnedSettings.__init__
@@ -219,8 +219,8 @@ def test_commands(tmp_path, weights, monkeypatch) -> None:
     made = run(_extractor.app, ["train", *options, "--steps", "1", "--device", "cpu"])
     assert made.exit_code == 0 and "resnet9-2-seed0.safetensors" in made.output, made.output
     assert run(_extractor.app, ["train", "--steps", "1", "--minutes", "1"]).exit_code == 1
-    options = ["--weights", str(weights), "--datasets", "mnist", "--methods", "dp-sgd", "--trials", "1", "--seeds", "1"]
-    options += ["--limit", "200", "--out", str(tmp_path / "r"), "--device", "cpu"]
+    options = ["--weights", str(weights), "--datasets", "mnist", "--methods", "dp-sgd", "--trials", "1"]
+    options += ["--seeds", "1", "--limit", "200", "--out", str(tmp_path / "r"), "--device", "cpu"]
     done = run(_extractor.app, ["heads", "--features", "learned", *options])
     assert done.exit_code == 0, done.output
     assert [e["method"] for e in entries(tmp_path / "r", "final")] == ["dp-sgd"]
