@@ -20,6 +20,7 @@ from weightclip_studies.images import FeatureSettings, ImageStudy, _climb, _expe
 from weightclip_studies.images._learned import FIXED, HeadStudy, feature_settings
 from weightclip_studies.images.extractor import (
     PLACES,
+    ContrastiveTraining,
     LearnedSettings,
     Processes,
     Recipe,
@@ -186,18 +187,28 @@ def test_a_plan_goes_on_on_another_machine(tmp_path, weights, monkeypatch) -> No
     }  # fmt: skip
     with tarfile.open(tmp_path / "out" / "results.tar.gz") as tar:
         assert {"mnist.jsonl", "mnist.json", "accuracy.csv"} <= set(tar.getnames())
-    monkeypatch.setattr(_plan, "HeadStudy", None)  # what is finished needs no more than its rows
-    monkeypatch.setattr(_plan, "train_extractor", lambda recipe, folder, *a: _plan_described(folder))
-    other = plan(tmp_path / "other", earlier=tmp_path / "out")
-    monkeypatch.setattr(_plan, "HeadStudy", HeadStudy)
-    monkeypatch.setattr(ImageStudy, "trial", None)
-    assert other.run() == []
+    for made in ("trial", "final"):  # what is finished is taken over, not made again
+        monkeypatch.setattr(ImageStudy, made, None)
+    monkeypatch.setattr(ContrastiveTraining, "run", None)
+    assert plan(tmp_path / "other", earlier=tmp_path / "out").run() == []
 
 
-def _plan_described(folder: Path):
-    from weightclip_studies.images.extractor import describe_extractor
-
-    return describe_extractor(folder, "resnet9-2-seed0")
+def test_rows_and_weights_of_a_plan_are_put_beside_earlier_ones(tmp_path, weights, monkeypatch) -> None:
+    monkeypatch.setitem(_experiment.EPSILONS, "mnist", (3.0,))
+    assert plan(tmp_path).run() == []
+    out, old = tmp_path / "results", {"dataset": "mnist", "model": "old", "method": "caps", "epsilon": "1"}
+    out.mkdir()
+    (out / "mnist.json").write_text(json.dumps([old]))
+    for _ in range(2):  # the second time changes nothing
+        done = CliRunner().invoke(
+            _extractor.app, ["adopt", str(tmp_path / "out"), "--out", str(out), "--weights", str(tmp_path / "kept")]
+        )
+        assert done.exit_code == 0, done.output
+        assert [e["model"] for e in json.loads((out / "mnist.json").read_text())] == ["old"] + ["learned+linear"] * 2
+        assert (out / "mnist.jsonl").read_text() == (tmp_path / "work" / "results" / "mnist.jsonl").read_text()
+        assert len((out / "accuracy.csv").read_text().splitlines()) == 3 and (out / "accuracy.png").exists()
+        assert (tmp_path / "kept" / "resnet9-2-seed0.safetensors").exists()
+    assert CliRunner().invoke(_extractor.app, ["adopt", str(tmp_path)]).exit_code == 1
 
 
 def test_a_machine_that_lacks_something_is_told_at_once(monkeypatch) -> None:

@@ -205,3 +205,23 @@ def plan(
         _names(methods, METHODS, "methods"), share, limit, within, say=_say,
     ).run()  # fmt: skip
     typer.echo(f"left: {', '.join(left)}" if left else "nothing left")
+
+
+@app.command()
+def adopt(
+    kept: Annotated[Path, typer.Argument(help="Folder that `plan` kept.")],
+    out: OutOption = Path("results/images"),
+    weights: Annotated[Path, typer.Option(help="Folder of the weights.")] = _WEIGHTS,
+) -> None:
+    """Put the rows and weights of a plan beside earlier results, and draw the figure again.
+
+    Example: weightclip-study extractor adopt runs/extractor/kept
+    """
+    from weightclip_studies.images._plan import adopt as take_over
+    from weightclip_studies.images._plots import accuracy_figure
+
+    if not (kept / "results.tar.gz").exists():
+        raise WeightclipError(f"{kept} holds no results.tar.gz: give the folder that `extractor plan` kept.")
+    found = take_over(kept, out, weights)
+    accuracy_figure(out / "accuracy.csv", out / "accuracy.png")
+    typer.echo(f"rows of {', '.join(found) or 'no set'} are now in {out}")

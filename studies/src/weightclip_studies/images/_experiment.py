@@ -225,10 +225,15 @@ class ImageStudy:
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         merge_rows(self.out / "accuracy.csv", rows)
-        path = self.out / f"{self.dataset}.json"
-        finals = {_key(e): e for e in (json.loads(path.read_text()) if path.exists() else [])}
-        finals |= {_key(e): {k: v for k, v in e.items() if k != "at"} for e in self._log if e["stage"] == "final"}
-        path.write_text(json.dumps(list(finals.values()), indent=1) + "\n")
+        finals = [{k: v for k, v in e.items() if k != "at"} for e in self._log if e["stage"] == "final"]
+        merge_finals(self.out / f"{self.dataset}.json", finals)
+
+
+def merge_finals(path: Path, finals: list[dict[str, Any]]) -> None:
+    """Put final runs into a set's file, in the place of earlier ones of the same model, method and epsilon."""
+    known = {_key(e): e for e in (json.loads(path.read_text()) if path.exists() else [])}
+    known |= {_key(e): e for e in finals}
+    path.write_text(json.dumps(list(known.values()), indent=1) + "\n")
 
 
 def chosen_features(folder: Path, dataset: str) -> FeatureSettings:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import os
 import shutil
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from weightclip.errors import WeightclipError
-from weightclip_studies.images._experiment import ImageStudy
+from weightclip_studies.images._experiment import COLUMNS, ImageStudy, merge_finals, merge_rows
 from weightclip_studies.images._learned import HeadStudy, feature_settings
 from weightclip_studies.images._pieces import join
 from weightclip_studies.images.extractor import PLACES, Recipe, Stored, train_extractor
@@ -67,6 +69,7 @@ class Plan:
     within: float = 520.0
     say: Callable[[str], None] = print
     _began: float = field(default_factory=time.time)
+    _studies: dict[str, ImageStudy] = field(default_factory=dict)
 
     def run(self) -> list[str]:
         """Do what fits into the time; names of the jobs that are left."""
@@ -127,9 +130,12 @@ class Plan:
         os.environ[PLACES] = str(self.weights)
         names = [one.name for one in stored if one is not None]
         features = feature_settings(dataset, kind, self.weights, names, self.share)
-        study = ImageStudy(dataset, self.results, self.device, seeds=self.seeds, limit=self.limit, say=self._tell)
         self._tell(f"{dataset} {kind}")
-        done = HeadStudy(study, features, self.methods, self.trials, self.until).run()
+        if dataset not in self._studies:  # reading the images takes seconds
+            self._studies[dataset] = ImageStudy(
+                dataset, self.results, self.device, seeds=self.seeds, limit=self.limit, say=self._tell
+            )
+        done = HeadStudy(self._studies[dataset], features, self.methods, self.trials, self.until).run()
         self._keep()
         return done
 
@@ -160,6 +166,31 @@ class Plan:
 
     def _tell(self, line: str) -> None:
         self.say(f"[{time.time() - self._began:5.0f} s] {line}")
+
+
+def adopt(kept: Path, out: Path, weights: Path) -> list[str]:
+    """Put what a plan kept beside earlier results: rows into the tables, weights into their folder; names of the sets.
+
+    Rows replace earlier ones of the same set, model, method and epsilon; lines of the logs are added once.
+    """
+    weights.mkdir(parents=True, exist_ok=True)
+    for file in sorted(Path(kept).glob("resnet9-*")):
+        shutil.copyfile(file, weights / file.name)
+    found = []
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(Path(kept) / _RESULTS) as tar:
+        tar.extractall(folder, filter="data")
+        for path in sorted(Path(folder).glob("*.jsonl")):
+            log = out / path.name
+            old = log.read_text().splitlines() if log.exists() else []
+            new = [line for line in path.read_text().splitlines() if line.endswith("}") and line not in set(old)]
+            log.write_text("".join(f"{line}\n" for line in [*old, *new]))
+            finals = path.with_suffix(".json")
+            if finals.exists():
+                entries = json.loads(finals.read_text())
+                merge_finals(out / finals.name, entries)
+                merge_rows(out / "accuracy.csv", [{k: e[k] for k in COLUMNS} for e in entries])
+                found.append(path.stem)
+    return found
 
 
 def check_machine(device: str) -> None:
