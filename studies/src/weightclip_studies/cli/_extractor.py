@@ -20,6 +20,7 @@ Example: weightclip-study extractor train --minutes 4
 app = typer.Typer(help=_HELP, no_args_is_help=True)
 
 _WEIGHTS = Path("results/images/extractor")
+_NOISE = Path("results/images/noise.json")
 _WORK = Path("runs/extractor")
 WorkOption = Annotated[Path, typer.Option(help="Folder of checkpoints; the same command goes on from it.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of pictures, first weights, batches and views.", min=0)]
@@ -142,25 +143,32 @@ def pack(
     out: Annotated[Path, typer.Option(help="Folder of the pieces; what is in it is replaced.")] = Path("runs/pieces"),
     datasets: SetsOption = "cifar10,fashion_mnist,mnist",
     megabytes: Annotated[float, typer.Option(help="Largest size of a piece.", min=1)] = 45.0,
-    noise: Annotated[bool, typer.Option(help="Also calibrate the noise of every head (minutes).")] = True,
 ) -> None:
-    """Data, Python packages and noise for `plan` on a machine that holds little more than torch.
+    """Data and Python packages for `plan` on a machine that holds little more than torch, in pieces to be carried.
 
     Example: weightclip-study extractor pack --out runs/pieces
     """
     from weightclip_studies.images import EPSILONS
-    from weightclip_studies.images._pieces import calibrate, pack_packages
     from weightclip_studies.images._pieces import pack as write
+    from weightclip_studies.images._pieces import pack_packages
 
-    names = _names(datasets, tuple(EPSILONS), "datasets")
-    kept = out.with_name(f"{out.name}-noise.json")  # beside the pieces: it takes minutes, and stays right
-    for piece in write(names, out, int(megabytes * 1e6)):
+    for piece in [*write(_names(datasets, tuple(EPSILONS), "datasets"), out, int(megabytes * 1e6)), pack_packages(out)]:
         typer.echo(f"{piece}: {sum(f.stat().st_size for f in piece.rglob('*.*')) / 1e6:.1f} MB")
-    site = pack_packages(out)
-    typer.echo(f"{site}: {sum(f.stat().st_size for f in site.rglob('*.*')) / 1e6:.1f} MB")
-    if noise:
-        calibrate(kept, names, _say)
-        (out / "noise.json").write_bytes(kept.read_bytes())
+
+
+@app.command()
+def noise(
+    out: Annotated[Path, typer.Option(help="Table of noise multipliers; those in it are kept.")] = _NOISE,
+    datasets: SetsOption = "cifar10,fashion_mnist,mnist",
+) -> None:
+    """Calibrate the noise of every head that `heads` and `plan` may try, so that no GPU waits for it (minutes).
+
+    Example: weightclip-study extractor noise --datasets mnist
+    """
+    from weightclip_studies.images import EPSILONS
+    from weightclip_studies.images._pieces import calibrate
+
+    typer.echo(calibrate(out, _names(datasets, tuple(EPSILONS), "datasets"), _say))
 
 
 @app.command()
@@ -170,6 +178,7 @@ def plan(
     pieces: Annotated[
         Path | None, typer.Option(help="Folder of `pack`; by default data is looked for as ever.")
     ] = None,
+    table: Annotated[Path, typer.Option(help="Table of noise multipliers made by `noise`.")] = _NOISE,
     earlier: Annotated[Path | None, typer.Option(help="Folder of what an earlier machine kept.")] = None,
     nets: Annotated[int, typer.Option(help="Networks, by seed; features use all of them.", min=1)] = 1,
     width: WidthOption = 64,
@@ -197,10 +206,9 @@ def plan(
     from weightclip_studies.images.extractor import Recipe
 
     sets, kinds = _names(datasets, tuple(EPSILONS), "datasets"), _names(features, KINDS, "features")
-    noise = None if pieces is None else pieces / "noise.json"
     left = Plan(
         work, out, _device(device), tuple(Recipe(seed=s, width=width, images=images, pairs=pairs) for s in range(nets)),
-        minutes, pieces, earlier, noise if noise is not None and noise.exists() else None,
+        minutes, pieces, earlier, table if table.exists() else None,
         [job for job in ORDER if job[0] in sets and job[1] in kinds], trials, seeds,
         _names(methods, METHODS, "methods"), share, limit, within, say=_say,
     ).run()  # fmt: skip

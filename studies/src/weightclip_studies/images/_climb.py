@@ -54,8 +54,9 @@ def head(method: str, point: Mapping[str, float]) -> HeadSettings:
     if method not in METHODS:
         raise WeightclipError(f"linear heads: choose one of {', '.join(METHODS)}, got {method!r}")
     values: dict[str, Any] = {key: value for key, value in point.items() if key != "cap"}
-    bound = {"joint_cap": (point["cap"],)} if method == "dp-sgd" else {"loss_cap": point["cap"]}
-    return HeadSettings(hidden=0, **values, **bound)
+    if method == "dp-sgd":
+        return HeadSettings(hidden=0, joint_cap=(point["cap"],), **values)
+    return HeadSettings(hidden=0, loss_cap=point["cap"], **values)
 
 
 def start(epsilon: float | None) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import shutil
 import tarfile
@@ -25,7 +24,7 @@ ORDER = (
     ("fashion_mnist", "learned"), ("mnist", "learned"),
 )  # fmt: skip
 """Heads by importance: (data set, kind of features)."""
-_NEEDED = ("torch", "numpy", "scipy", "safetensors", "PIL", "dp_accounting")
+_NEEDED = ("torch", "safetensors", "PIL", "dp_accounting")
 _RESULTS = "results.tar.gz"
 
 
@@ -195,17 +194,12 @@ def adopt(kept: Path, out: Path, weights: Path) -> list[str]:
 
 def check_machine(device: str) -> None:
     """Stop at once where a package or the GPU is missing, before time is spent."""
-    missing = []
     for name in _NEEDED:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            missing.append(f"{name} ({error})")
-    if missing:
-        raise WeightclipError(f"plan: cannot import {', '.join(missing)}; `extractor pack` copies those it can")
+            raise WeightclipError(f"plan: {error}; `weightclip-study extractor pack` copies what it can") from error
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
         raise WeightclipError("plan: torch sees no GPU here; --device cpu runs without one")
-    if not math.isfinite(float(torch.ones(8, device=device).sum())):
-        raise WeightclipError(f"plan: {device} does not compute")

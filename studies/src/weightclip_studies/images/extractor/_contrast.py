@@ -126,10 +126,12 @@ class ContrastiveTraining:
         if again:
             self.model.load_state_dict(fresh.state_dict())
         else:
-            self.model = fresh.to(self.device, memory_format=torch.channels_last)
-        kernels = {"fused": True} if self.device.type == "cuda" else {}
+            self.model = fresh.to(self.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=self.recipe.rate, weight_decay=self.recipe.decay, **kernels
+            self.model.parameters(),
+            lr=self.recipe.rate,
+            weight_decay=self.recipe.decay,
+            fused=self.device.type == "cuda",
         )
 
     def _compiled(self) -> Callable[[Tensor], Tensor]:
