@@ -78,7 +78,9 @@ def test_heads_are_chosen_on_validation_and_tested_once(tmp_path, weights, monke
     seen, real = [], _learned.HeadStudy._scorer
     monkeypatch.setattr(HeadStudy, "_scorer", lambda self, fit, val, *a: (
         seen.append((len(fit), len(val))), real(self, fit, val, *a))[1])  # fmt: skip
-    assert heads(tmp_path, weights).run()
+    rows_there: list[int] = []
+    count = lambda: rows_there.append(len((tmp_path / "accuracy.csv").read_text().splitlines()) - 1)  # noqa: E731
+    assert heads(tmp_path, weights, after_row=count).run() and rows_there == [1, 2]
     assert seen == [(135, 15)] * 2  # nine tenths and one tenth of the training part
     with (tmp_path / "accuracy.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

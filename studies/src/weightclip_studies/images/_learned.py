@@ -60,6 +60,7 @@ class HeadStudy:
         methods: Methods, each with the same number of trials.
         trials: Heads tried for each row.
         until: Time (`time.time`) after which nothing new begins.
+        after_row: Called after each row, when it is on disk.
     """
 
     study: ImageStudy
@@ -67,6 +68,7 @@ class HeadStudy:
     methods: Sequence[str] = ("lip-weights", "non-private")
     trials: int = 24
     until: float = math.inf
+    after_row: Callable[[], None] = lambda: None
     _trials: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -119,6 +121,7 @@ class HeadStudy:
             row = study.final(train, test, method, epsilon, chosen.settings, f"{self.features.name}+linear")
             study._write([row])
             study._note(stage="row", key=self.key, method=method, epsilon=_level(epsilon), quiet=True)
+            self.after_row()
         del train, fit, val, test
         if study.device == "cuda":
             torch.cuda.empty_cache()

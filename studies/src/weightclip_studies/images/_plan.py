@@ -17,7 +17,7 @@ from weightclip.errors import WeightclipError
 from weightclip_studies.images._experiment import COLUMNS, ImageStudy, merge_finals, merge_rows
 from weightclip_studies.images._learned import HeadStudy, feature_settings
 from weightclip_studies.images._pieces import join
-from weightclip_studies.images.extractor import PLACES, Recipe, Stored, train_extractor
+from weightclip_studies.images.extractor import PLACES, Recipe, Stored, extractor_name, train_extractor
 
 ORDER = (
     ("cifar10", "joined"), ("cifar10", "learned"), ("fashion_mnist", "joined"), ("mnist", "joined"),
@@ -26,6 +26,7 @@ ORDER = (
 """Heads by importance: (data set, kind of features)."""
 _NEEDED = ("torch", "safetensors", "PIL", "dp_accounting")
 _RESULTS = "results.tar.gz"
+_BEGIN = 90.0  # seconds: making pictures and compiling take about a minute of a GPU, before the first step
 
 
 @dataclass
@@ -112,12 +113,15 @@ class Plan:
         return ready
 
     def _train(self) -> list[Stored | None]:
-        stored = []
+        stored: list[Stored | None] = []
         for recipe in self.recipes:
-            left = max(0.0, self.until - time.time())
+            left = self.until - time.time()
+            there = (self.weights / f"{extractor_name(recipe.width, recipe.seed)}.json").exists()
+            if not there and left < (_BEGIN if self.device == "cuda" else 0):
+                stored.append(None)
+                continue
             stored.append(
                 train_extractor(recipe, self.weights, self.work, self.device, self.minutes, left, self._tell)
-                if left or (stored and stored[-1]) else None
             )  # fmt: skip
             self._keep()
         return stored
@@ -134,7 +138,7 @@ class Plan:
             self._studies[dataset] = ImageStudy(
                 dataset, self.results, self.device, seeds=self.seeds, limit=self.limit, say=self._tell
             )
-        done = HeadStudy(self._studies[dataset], features, self.methods, self.trials, self.until).run()
+        done = HeadStudy(self._studies[dataset], features, self.methods, self.trials, self.until, self._keep).run()
         self._keep()
         return done
 

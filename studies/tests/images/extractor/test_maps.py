@@ -113,6 +113,13 @@ def test_statistics_of_a_private_set_are_noticed(learned: LearnedSettings, monke
         check_records_alone(FeatureSettings(scattering=0.0, learned=learned), (32, 32, 3))
 
 
+def test_every_pass_has_as_many_rows(learned: LearnedSettings, monkeypatch) -> None:
+    sizes, feature_map = [], FeatureMap(FeatureSettings(scattering=0.0, learned=learned), (32, 32, 3))
+    real = FeatureMap.forward
+    monkeypatch.setattr(FeatureMap, "forward", lambda self, x: (sizes.append(len(x)), real(self, x))[1])
+    assert len(feature_map.codes(private((32, 32, 3)), chunk=3)) == 7 and sizes == [3, 3, 3]
+
+
 def test_passes_that_mix_records_become_single_ones(learned: LearnedSettings, monkeypatch) -> None:
     monkeypatch.setattr(LearnedFeatures, "_maps", whitened_by_the_pass)
     assert FeatureMap(FeatureSettings(scattering=0.0, learned=learned), (32, 32, 3)).chunk_alone("cpu", chunk=4) == 1
