@@ -66,8 +66,11 @@ def test_the_default_network_is_small_enough_for_the_repository() -> None:
     assert 2 * sum(p.numel() for p in ResNet9(Recipe().width).parameters()) < LARGEST
 
 
-def test_committed_weights_have_their_digest() -> None:
-    for folder in places():
-        for path in folder.glob("*.json"):
-            load_extractor(folder, path.stem)
-            assert path.with_suffix(".safetensors").stat().st_size <= LARGEST
+def test_committed_weights_have_their_digest(monkeypatch) -> None:
+    monkeypatch.delenv(PLACES, raising=False)
+    found = [path for folder in places() for path in folder.glob("*.json")]
+    if not found:
+        pytest.skip("no weights are committed")
+    for path in found:
+        load_extractor(path.parent, path.stem)
+        assert path.with_suffix(".safetensors").stat().st_size <= LARGEST
