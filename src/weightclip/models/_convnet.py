@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from weightclip.nn import SafeGroupNorm
+from weightclip.nn import SafeGroupNorm, StandardizedConv2d
 
 
 class ConvNet(nn.Module):
@@ -22,6 +22,7 @@ class ConvNet(nn.Module):
         activation: makes one activation module.
         group_norm: number of groups of a `SafeGroupNorm` after each convolution; None: no normalisation.
         alpha: floor of the normalisation's divisor.
+        weight_standardization: use `StandardizedConv2d`.
 
     Example:
         >>> import torch
@@ -39,12 +40,14 @@ class ConvNet(nn.Module):
         activation: Callable[[], nn.Module] = nn.ReLU,
         group_norm: int | None = None,
         alpha: float = 1.0,
+        weight_standardization: bool = False,
     ) -> None:
         super().__init__()
+        kind = StandardizedConv2d if weight_standardization else nn.Conv2d
 
         def block(c_in: int, c_out: int) -> list[nn.Module]:
             norm = [] if group_norm is None else [SafeGroupNorm(group_norm, c_out, alpha=alpha)]
-            return [nn.Conv2d(c_in, c_out, 3, padding=1), *norm, activation()]
+            return [kind(c_in, c_out, 3, padding=1), *norm, activation()]
 
         self.features = nn.Sequential(*block(in_channels, 32), *block(32, 64), nn.MaxPool2d(2))
         self.classifier = nn.Sequential(

@@ -1,0 +1,236 @@
+"""Makes the cells of the figure: settings chosen on a validation split, then every seed trained on all and tested once."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightclip.errors import WeightclipError
+from weightclip_studies.data import load_images
+from weightclip_studies.figure._plan import Cell, Place, next_place, open_sides
+from weightclip_studies.figure._recipe import BY_OPACUS, Recipe
+from weightclip_studies.figure._train import Crops, Trained, discard, train
+from weightclip_studies.images._nets import Pictures
+from weightclip_studies.images._noise import NoiseTable
+from weightclip_studies.images._training import accuracy
+
+ROWS_FILE = "figure.jsonl"
+CROPS = {"mnist": Crops(2, flip=False), "fashion_mnist": Crops(2), "cifar10": Crops(4)}
+Row = dict[str, Any]
+
+
+@dataclass
+class Figure:
+    """Runs of the figure; each finished one is a row of ``out/figure.jsonl``, and none is made twice.
+
+    Attributes:
+        out: Folder of rows, noise multipliers, checkpoints and ledgers.
+        device: cpu or cuda.
+        trials: Settings tried on the validation split, the same number for every method; 1 chooses nothing.
+        seeds: Runs of the chosen settings.
+        limit: Use only so many records of each part.
+        deadline: ``time.monotonic()`` after which nothing begins; a run under way is put aside until the next call.
+        changes: Of every recipe, for tests.
+
+    Formal guarantees:
+        Of each *final run*, its epsilon by PLD for adding or removing one record, given its settings. Choosing settings
+        on the validation split is not charged, as usual in this literature. The test part is read by final runs alone,
+        once by each.
+    """
+
+    out: Path
+    device: str = "cpu"
+    trials: int = 5
+    seeds: int = 3
+    limit: int | None = None
+    deadline: float = math.inf
+    changes: dict[str, Any] = field(default_factory=dict)
+    say: Callable[[str], None] = print
+
+    def __post_init__(self) -> None:
+        self.out = Path(self.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.noise = NoiseTable(self.out / "noise.json")
+        self.rows = read_rows(self.out / ROWS_FILE)
+        self._held: tuple[str, Pictures, Pictures] | None = None
+
+    def check(self, cells: Sequence[Cell]) -> None:
+        """Refuse to begin where a package or a data set is missing; calibrate the noise of all searches' starts."""
+        needed = {"matplotlib"} | ({"opacus"} if any(c.method in BY_OPACUS for c in cells) else set())
+        for name in sorted(needed):
+            if importlib.util.find_spec(name) is None:
+                raise WeightclipError(f"{name} is not installed: pip install {name}, or choose other --methods.")
+        sizes = {}
+        for dataset in dict.fromkeys(c.dataset for c in cells):
+            for part in ("train", "test"):
+                labels = load_images(dataset, part)[1][: self.limit]
+                sizes[dataset] = len(labels) if part == "train" else sizes[dataset]
+                self.say(f"{dataset} {part}: {len(labels)} records")
+        for cell in cells:
+            n, recipe = sizes[cell.dataset], self._recipe(cell, (0, 0))
+            for records in ([n - n // 10] if self.trials > 1 else []) + [n]:
+                self._sigma(cell, recipe, records)
+        self.noise.save()
+
+    def run(self, cells: Sequence[Cell]) -> bool:
+        """Make the cells in turn until the deadline; whether all of them are there."""
+        for number, cell in enumerate(cells, 1):
+            if not self.make(cell):
+                self.say(f"stopped by the clock in cell {number} of {len(cells)}: run the same command again to go on")
+                return False
+        return True
+
+    def make(self, cell: Cell) -> bool:
+        """Choose settings on a tenth of the training part, then train on all of it and test, once for each seed."""
+        while self.trials > 1:
+            tried = self.tried(cell)
+            place = next_place(cell, tried, self.trials, self._start(cell))
+            if place is None:
+                break
+            train_part = self._parts(cell.dataset)[0]
+            fit, val = split(train_part)
+            if not self._one(cell, "trial", self._recipe(cell, place), 0, fit, val, place=list(place)):
+                return False
+        place = self.chosen(cell)
+        for seed in range(self.seeds):
+            if any(r["stage"] == "final" and r["cell"] == cell.key and r["seed"] == seed for r in self.rows):
+                continue
+            train_part, test_part = self._parts(cell.dataset)
+            if not self._one(cell, "final", self._recipe(cell, place), seed, train_part, test_part, place=list(place),
+                             trials=len(self.tried(cell)), open_sides=self.open_sides(cell)):  # fmt: skip
+                return False
+        return True
+
+    def tried(self, cell: Cell) -> dict[Place, float]:
+        """Validation accuracy by place of the lattice."""
+        rows = [r for r in self.rows if r["stage"] == "trial" and r["cell"] == cell.key]
+        return {(r["place"][0], r["place"][1]): r["accuracy"] for r in rows}
+
+    def chosen(self, cell: Cell) -> Place:
+        """The place with the best validation accuracy, or where a search would start."""
+        tried = self.tried(cell)
+        return max(tried, key=tried.__getitem__) if tried else self._start(cell)
+
+    def open_sides(self, cell: Cell) -> list[str]:
+        """Axes on which the choice lies at the edge of what was tried."""
+        tried = self.tried(cell)
+        return open_sides(cell, tried, self.chosen(cell)) if tried else []
+
+    def _start(self, cell: Cell) -> Place:
+        """Where the search of this method on this data set ended at the nearest epsilon, without changes."""
+        ended = [r for r in self.rows if r["stage"] == "final" and r["dataset"] == cell.dataset and r["trials"]
+                 and r["recipe"]["method"] == cell.method and r["cell"] != cell.key and not r["changes"]]  # fmt: skip
+        if not ended:
+            return (0, 0)
+        nearest = min(ended, key=lambda r: abs((r["target"] or 0) - (cell.epsilon or 0)))
+        return nearest["place"][0], nearest["place"][1]
+
+    def _one(
+        self, cell: Cell, stage: str, recipe: Recipe, seed: int, fit: Pictures, judge: Pictures, **more: Any
+    ) -> bool:
+        """One run: a row if it ended; False if the clock stopped it."""
+        if time.monotonic() > self.deadline:
+            return False
+        sigma = self._sigma(cell, recipe, len(fit))
+        told = json.dumps([cell.key, stage, recipe.to_dict(), sigma, seed, len(fit), more["place"]], sort_keys=True)
+        folder = self.out / "runs" / hashlib.sha256(told.encode()).hexdigest()[:16]
+        done = train(fit, recipe, sigma, seed, folder, crops=CROPS[cell.dataset], deadline=self.deadline)
+        if done is None:
+            self.say(f"{cell.key} {stage} seed {seed}: put aside in {folder}")
+            return False
+        check_spent(cell, recipe, done)
+        row = {"stage": stage, "cell": cell.key, "dataset": cell.dataset, "changes": dict(cell.changes), "seed": seed,
+               "accuracy": accuracy(done.model, judge), "epsilon": None if cell.epsilon is None else done.epsilon,
+               "target": cell.epsilon, "releases": done.releases, "sigma": sigma, "records": len(fit),
+               "seconds": round(done.seconds, 2), "step_ms": round(done.step_ms, 3), "device": self._device_name(),
+               "recipe": recipe.to_dict(), **more}  # fmt: skip
+        self.rows.append(row)
+        with (self.out / ROWS_FILE).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        discard(folder)
+        self.say(f"{cell.key} {stage} seed {seed}: {row['accuracy']:.2f}% in {row['seconds']:.0f} s, "
+                 f"{row['step_ms']:.1f} ms a step, lr {recipe.learning_rate:g}, clip {recipe.clip:g}")  # fmt: skip
+        return True
+
+    def _recipe(self, cell: Cell, place: Place) -> Recipe:
+        recipe = cell.recipe(place)
+        return Recipe(**(recipe.to_dict() | self.changes))
+
+    def _sigma(self, cell: Cell, recipe: Recipe, records: int) -> float:
+        known = len(self.noise.values)
+        sigma = self.noise.get(cell.epsilon, records, min(recipe.batch, records), recipe.steps)
+        if len(self.noise.values) > known:
+            self.noise.save()
+        return sigma
+
+    def _parts(self, dataset: str) -> tuple[Pictures, Pictures]:
+        """Training and test records of a data set, on the device; those of one set at a time."""
+        if self._held is None or self._held[0] != dataset:
+            parts = []
+            for part in ("train", "test"):
+                images, labels = (torch.from_numpy(a[: self.limit].copy()) for a in load_images(dataset, part))
+                planes = images.unsqueeze(1) if images.dim() == 3 else images.movedim(-1, 1)
+                parts.append(Pictures(planes.contiguous().to(self.device), labels.long().to(self.device), False))
+            self._held = (dataset, parts[0], parts[1])
+        return self._held[1:]
+
+    def _device_name(self) -> str:
+        return torch.cuda.get_device_name() if self.device.startswith("cuda") else "cpu"
+
+
+def split(train_part: Pictures) -> tuple[Pictures, Pictures]:
+    """Nine tenths to train on and one to choose by, the same for every method."""
+    order = torch.randperm(len(train_part), generator=torch.Generator().manual_seed(0)).to(train_part.x.device)
+    held = len(order) // 10
+    return train_part.subset(order[held:]), train_part.subset(order[:held])
+
+
+def check_spent(cell: Cell, recipe: Recipe, done: Trained) -> None:
+    """A run that released more than it was calibrated for is an error, not a row."""
+    if cell.epsilon is not None and (done.epsilon > cell.epsilon * (1 + 1e-6) or done.releases != recipe.steps):
+        raise WeightclipError(
+            f"{cell.key}: {done.releases} releases of {recipe.steps}, epsilon {done.epsilon}, target {cell.epsilon}"
+        )
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file; a last line that was cut off by a kill is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """One row for each cell that was tested: median and standard error over seeds, what was chosen and how."""
+    found = []
+    for key in dict.fromkeys(r["cell"] for r in rows if r["stage"] == "final"):
+        finals = [r for r in rows if r["stage"] == "final" and r["cell"] == key]
+        accuracies, first = [r["accuracy"] for r in finals], finals[0]
+        spread = statistics.stdev(accuracies) / len(finals) ** 0.5 if len(finals) > 1 else None
+        recipe = first["recipe"]
+        found.append({
+            "dataset": first["dataset"], "network": recipe["network"], "method": recipe["method"],
+            "epsilon": "inf" if first["target"] is None else f"{first['target']:g}", "delta": 1e-5, "accountant": "pld",
+            "changes": " ".join(f"{k}={v}" for k, v in first["changes"].items()), "seeds": len(finals),
+            "median": f"{statistics.median(accuracies):.2f}", "sem": "" if spread is None else f"{spread:.3f}",
+            "trials": first["trials"], "at_edge": " ".join(first["open_sides"]), "batch": recipe["batch"],
+            "steps": recipe["steps"], "learning_rate": f"{recipe['learning_rate']:g}", "clip": f"{recipe['clip']:g}",
+            "views": recipe["views"], "group_norm": int(recipe["group_norm"]), "standardise": int(recipe["standardise"]),
+            "average": recipe["average"], "seconds": f"{statistics.fmean(r['seconds'] for r in finals):.1f}",
+            "device": first["device"],
+        })  # fmt: skip
+    return found

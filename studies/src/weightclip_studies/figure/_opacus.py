@@ -1,0 +1,85 @@
+"""Steps of DP-SGD by Opacus, with a fixed or an adaptive threshold, and of training without privacy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightclip.errors import WeightclipError
+from weightclip_studies.figure._recipe import Recipe
+
+Step = Callable[[Tensor, Tensor], None]
+_MOST = 2**33  # numbers that the gradients of one piece's records may have together: 32 GiB
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, cast: Callable[[], Any], piece: int) -> Step:
+    """A step without privacy, in pieces of at most so many rows."""
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        y = y.repeat_interleave(len(x) // len(y))
+        for a, b in zip(x.split(piece), y.split(piece), strict=True):
+            with cast():
+                value = nn.functional.cross_entropy(model(a), b)
+            (value * (len(a) / len(x))).backward()
+        optimizer.step()
+
+    return step
+
+
+def opacus_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, batch: int, sigma: float
+) -> tuple[Step, Any]:
+    """(a step of DP-SGD, Opacus's optimiser): gradients of single records, in pieces that fit into memory.
+
+    Formal guarantees:
+        Opacus's own: one Gaussian mechanism of multiplier ``sigma`` a step on a Poisson draw. With an adaptive threshold
+        the noise of gradients is larger, so that both releases together cost that (Andrew et al. 2021, Theorem 1); the
+        share of records is taken of the public batch size, where Opacus 1.6 divides by the size of the draw, which is
+        private.
+    """
+    try:
+        from opacus.grad_sample import GradSampleModule
+        from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
+    except ImportError as error:
+        raise WeightclipError("Opacus is not installed: pip install opacus, or leave it out with --methods.") from error
+
+    class PublicShare(AdaClipDPOptimizer):
+        def zero_grad(self, set_to_none: bool = False) -> None:
+            counted = self.unclipped_num if self._is_last_step_skipped else 0  # of the draw's earlier pieces
+            super().zero_grad(set_to_none)
+            self.unclipped_num = counted
+
+        def update_max_grad_norm(self) -> None:
+            self.sample_size = batch
+            super().update_max_grad_norm()
+
+    wrapped = GradSampleModule(model)
+    noise: dict[str, Any] = {"noise_multiplier": sigma, "max_grad_norm": recipe.clip, "expected_batch_size": batch}
+    if recipe.method == "opacus-adaptive":
+        private: Any = PublicShare(
+            optimizer, **noise, target_unclipped_quantile=recipe.quantile, clipbound_learning_rate=0.2,
+            max_clipbound=1e4, min_clipbound=1e-4, unclipped_num_std=max(batch / 20, sigma),
+        )  # fmt: skip
+    else:
+        private = DPOptimizer(optimizer, **noise)
+    piece = max(1, _MOST // sum(p.numel() for p in model.parameters()))
+
+    def step(x: Tensor, y: Tensor) -> None:
+        parts = list(zip(x.split(piece), y.split(piece), strict=True))
+        if not len(x):
+            raise WeightclipError("an empty draw, which Opacus cannot release: take a larger batch.")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            for i, (a, b) in enumerate(parts):
+                private.signal_skip_step(i + 1 < len(parts))
+                private.zero_grad()
+                nn.functional.cross_entropy(wrapped(a), b).backward()
+                private.step()
+
+    private.grad_sample_module = wrapped  # whose hooks come off at the end
+    return step, private

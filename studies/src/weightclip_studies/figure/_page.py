@@ -1,0 +1,108 @@
+"""Table, picture and page of the figure, made from its rows."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from weightclip_studies.figure._driver import ROWS_FILE, Row, read_rows, summary
+from weightclip_studies.figure._recipe import METHODS
+
+_TITLES = {"mnist": "MNIST, ConvNet", "fashion_mnist": "Fashion-MNIST, ConvNet", "cifar10": "CIFAR-10, WRN-16-4"}
+
+
+def table(out: Path) -> Path:
+    """``figure.csv``: one line for each cell."""
+    rows = summary(read_rows(out / ROWS_FILE))
+    path = out / "figure.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def draw(out: Path) -> Path:
+    """``figure.png``: accuracy against epsilon, a panel for each data set, standard errors as vertical lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [r for r in summary(read_rows(out / ROWS_FILE)) if not r["changes"]]
+    sets = [d for d in _TITLES if any(r["dataset"] == d for r in rows)]
+    panels = max(1, len(sets))
+    figure, axes = plt.subplots(1, panels, figsize=(4.4 * panels, 4.2), squeeze=False, layout="constrained")
+    lines: dict[str, Any] = {}
+    for axis, dataset in zip(axes[0], sets, strict=False):
+        for colour, method in enumerate(METHODS):
+            mine = sorted((r for r in rows if (r["dataset"], r["method"]) == (dataset, method)),
+                          key=lambda r: float(r["epsilon"]))  # fmt: skip
+            if method == "plain":
+                for r in mine:
+                    lines[method] = axis.axhline(float(r["median"]), color="#888888", linestyle="--")
+            elif mine:
+                lines[method] = axis.errorbar(
+                    [float(r["epsilon"]) for r in mine], [float(r["median"]) for r in mine],
+                    [float(r["sem"] or 0) for r in mine], marker="o", markersize=4, color=f"C{colour}",
+                )  # fmt: skip
+        axis.set(title=_TITLES[dataset], xlabel="ε, at δ = 1e-5", ylabel="test accuracy, %")
+        axis.grid(alpha=0.25)
+    names = [METHODS[m] for m in lines]
+    figure.legend(list(lines.values()), names, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    path = out / "figure.png"
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+def page(out: Path) -> Path:
+    """``figure.md``: the table in words, with what was chosen at an edge and which rows are of few seeds."""
+    rows = summary(read_rows(out / ROWS_FILE))
+    lines = ["# Accuracy on the paper's networks", "",
+             "Made by `weightclip-study reproduce figure` from `figure.jsonl`. δ = 1e-5, PLD, adding or removing one",
+             "record; chosen on a tenth of the training part, tested once for each seed. Median of seeds, ± standard error",
+             "of the mean. Opacus has one view of a record at most.", ""]  # fmt: skip
+    for dataset, title in _TITLES.items():
+        mine = [r for r in rows if r["dataset"] == dataset]
+        levels = sorted({r["epsilon"] for r in mine if r["epsilon"] != "inf"}, key=float)
+        if not mine:
+            continue
+        private = [r for r in mine if r["epsilon"] != "inf"]
+        kinds = [k for k in dict.fromkeys((r["method"], r["changes"]) for r in private)]
+        lines += [f"## {title}", "", "| method | " + " | ".join(f"ε = {e}" for e in levels) + " |",
+                  "|---|" + "---|" * len(levels)]  # fmt: skip
+        for method, changes in sorted(kinds, key=lambda k: (list(METHODS).index(k[0]), k[1])):
+            cells = [_cell(private, method, changes, e) for e in levels]
+            lines.append(f"| {METHODS[method]}{f' ({changes})' if changes else ''} | " + " | ".join(cells) + " |")
+        lines += [""] + [f"Without privacy: {_said(r)}.\n" for r in mine if r["epsilon"] == "inf"]
+    lines += _warnings(rows)
+    path = out / "figure.md"
+    path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    return path
+
+
+def _cell(rows: Sequence[Row], method: str, changes: str, level: str) -> str:
+    found = [r for r in rows if (r["method"], r["changes"], r["epsilon"]) == (method, changes, level)]
+    return _said(found[0]) if found else ""
+
+
+def _said(row: Row) -> str:
+    error = f" ± {float(row['sem']):.2f}" if row["sem"] else ""
+    return f"{row['median']}{error}{'*' if row['at_edge'] else ''}"
+
+
+def _warnings(rows: Sequence[Row]) -> list[str]:
+    """What a reader must know of single rows."""
+    said = []
+    if any(r["at_edge"] for r in rows):
+        said.append("\\* The chosen value lies at the edge of what was tried, so a better one may lie beyond: "
+                    "see the column `at_edge` of `figure.csv`.")  # fmt: skip
+    few = sorted({r["seeds"] for r in rows if r["seeds"] < 3})
+    if few:
+        said.append(f"Rows of fewer than three seeds are there ({', '.join(map(str, few))}): see `figure.csv`.")
+    if any(not r["trials"] for r in rows):
+        said.append("Of rows with `trials` 0 nothing was chosen: settings as published, or as chosen at another ε.")
+    return [line for text in said for line in (text, "")]
