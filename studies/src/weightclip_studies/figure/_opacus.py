@@ -37,10 +37,10 @@ def opacus_step(
     """(a step of DP-SGD, Opacus's optimiser): gradients of single records, in pieces that fit into memory.
 
     Formal guarantees:
-        Opacus's own: one Gaussian mechanism of multiplier ``sigma`` a step on a Poisson draw. With an adaptive threshold
-        the noise of gradients is larger, so that both releases together cost that (Andrew et al. 2021, Theorem 1); the
-        share of records is taken of the public batch size, where Opacus 1.6 divides by the size of the draw, which is
-        private.
+        Opacus's own: one Gaussian mechanism of multiplier ``sigma`` a step on a Poisson draw. With an adaptive
+        threshold the noise of gradients is larger, so that both releases together cost that (Andrew et al. 2021,
+        Theorem 1); the share of records is taken of the public batch size, where Opacus 1.6 divides by the size of the
+        draw, which is private.
     """
     try:
         from opacus.grad_sample import GradSampleModule

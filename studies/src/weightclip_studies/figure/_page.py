@@ -63,15 +63,15 @@ def page(out: Path) -> Path:
     rows = summary(read_rows(out / ROWS_FILE))
     lines = ["# Accuracy on the paper's networks", "",
              "Made by `weightclip-study reproduce figure` from `figure.jsonl`. δ = 1e-5, PLD, adding or removing one",
-             "record; chosen on a tenth of the training part, tested once for each seed. Median of seeds, ± standard error",
-             "of the mean. Opacus has one view of a record at most.", ""]  # fmt: skip
+             "record; chosen on a tenth of the training part, tested once for each seed. Median of seeds, ± standard",
+             "error of the mean. Opacus has one view of a record at most.", ""]  # fmt: skip
     for dataset, title in _TITLES.items():
         mine = [r for r in rows if r["dataset"] == dataset]
         levels = sorted({r["epsilon"] for r in mine if r["epsilon"] != "inf"}, key=float)
         if not mine:
             continue
         private = [r for r in mine if r["epsilon"] != "inf"]
-        kinds = [k for k in dict.fromkeys((r["method"], r["changes"]) for r in private)]
+        kinds = list(dict.fromkeys((r["method"], r["changes"]) for r in private))
         lines += [f"## {title}", "", "| method | " + " | ".join(f"ε = {e}" for e in levels) + " |",
                   "|---|" + "---|" * len(levels)]  # fmt: skip
         for method, changes in sorted(kinds, key=lambda k: (list(METHODS).index(k[0]), k[1])):

@@ -25,10 +25,6 @@ _CONVNET = Recipe("convnet", "joint", batch=2048, steps=500, learning_rate=2e-3)
 _WIDE = Recipe("wrn-16-4", "joint", batch=4096, steps=1000, learning_rate=4.0, adam=False, decay=False, average=0.999,
                group_norm=True, standardise=True, views=4, fast=True)  # fmt: skip
 _STEPS = {"convnet": {1.0: 300, 2.0: 400, 3.0: 500}, "wrn-16-4": {1.0: 400, 3.0: 700, 8.0: 1000}}
-# method -> (learning rate of Adam, clip) at which searches start
-_START = {"weights": (2e-3, 1.0), "fix": (2e-3, 1.0), "caps": (2e-3, 1.0), "factors": (2e-3, 1.0),
-          "joint": (2e-3, 1.0), "opacus": (2e-3, 1.0), "opacus-adaptive": (2e-3, 1.0), "plain": (1e-3, 1.0)}  # fmt: skip
-
 ABLATIONS: dict[str, tuple[tuple[tuple[str, Any], ...], ...]] = {
     "convnet": (
         (("group_norm", True),), (("standardise", True),), (("group_norm", True), ("standardise", True)),
@@ -39,7 +35,7 @@ ABLATIONS: dict[str, tuple[tuple[tuple[str, Any], ...], ...]] = {
         (("group_norm", False), ("standardise", False)),
     ),
 }  # fmt: skip
-"""Network -> what is changed, one cell each; the cell without changes has the rest (the Wide-ResNet: multiplicity 4)."""
+"""Network -> what is changed, one cell each; the cell without changes has the rest."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +66,7 @@ class Cell:
         recipe = replace(recipe, method=self.method, steps=table[nearest], **dict(self.changes))
         # a threshold over the whole gradient gives SGD its unit; elsewhere Adam finds one
         if recipe.adam or self.method not in ("joint", *BY_OPACUS):
-            rate, clip = _START[self.method]
-            recipe = replace(recipe, adam=True, learning_rate=rate, clip=clip)
+            recipe = replace(recipe, adam=True, learning_rate=1e-3 if self.method == "plain" else 2e-3)
         return replace(recipe, views=min(recipe.views, 1)) if self.method in BY_OPACUS else recipe
 
     def recipe(self, place: Place) -> Recipe:

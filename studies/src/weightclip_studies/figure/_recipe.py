@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightclip.bounds import Sphere
+from weightclip.bounds import Rescale, Sphere
 from weightclip.certificate import Bounds
 from weightclip.errors import WeightclipError
 from weightclip.losses import CrossEntropy
@@ -129,8 +129,8 @@ def bounds_for(recipe: Recipe, model: nn.Module, x: Tensor) -> Bounds:
         return Bounds(max_grad_norm=r.clip)
     if r.method in ("weights", "fix"):
         radius = float(x.flatten(1).norm(dim=1).median())
-        strategy = {"clip": Sphere()} if r.method == "fix" else {}
-        return Bounds(input_radius=radius, weight_norm=r.clip, spectral=False, **strategy)
+        onto = Sphere() if r.method == "fix" else Rescale()
+        return Bounds(input_radius=radius, weight_norm=r.clip, spectral=False, clip=onto)
     if r.method not in ("caps", "factors"):
         raise WeightclipError(f"bounds_for: {r.method!r} is not trained by the engine")
     norms = layer_norms(model, r.loss(), x, torch.arange(len(x), device=x.device) % 10)

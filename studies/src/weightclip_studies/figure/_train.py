@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
+import itertools
 import json
 import math
 import os
 import secrets
 import shutil
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,6 +47,9 @@ class Crops:
     flip: bool = True
 
 
+USUAL = Crops()
+
+
 @dataclass
 class Trained:
     """A finished run: the plain model with the weights to be evaluated, what it cost, how long it took."""
@@ -70,7 +76,7 @@ class _Steps(Protocol):
 
 
 def train(
-    data: Pictures, recipe: Recipe, sigma: float, seed: int, folder: Path, *, crops: Crops = Crops(),
+    data: Pictures, recipe: Recipe, sigma: float, seed: int, folder: Path, *, crops: Crops = USUAL,
     deadline: float = math.inf, every: float = 60.0,
 ) -> Trained | None:  # fmt: skip
     """Train, or go on with a run that an earlier call began in ``folder``.
@@ -79,7 +85,7 @@ def train(
         data: The records.
         recipe: How.
         sigma: Noise multiplier; 0 for the method without privacy.
-        seed: Of the initial weights. Draws, views and noise come from the operating system: two runs of one seed differ.
+        seed: Of the initial weights. Draws, views and noise come from the operating system: runs of one seed differ.
         folder: Holds the ledger and the last checkpoint.
         crops: How views are made.
         deadline: ``time.monotonic()`` at which a checkpoint is written and the call ends.
@@ -103,7 +109,7 @@ def train(
             average = ParameterAverage(run.model, recipe.average, warmup=True) if recipe.average else None
             before = _resume(run, average, folder)
             began = saved = time.perf_counter()
-            first, clock = run.done, [_now(device)]
+            clock = [(run.done, _now(device))]
             run.model.train()
             while run.done < recipe.steps:
                 for group in run.optimizer.param_groups:
@@ -113,19 +119,20 @@ def train(
                     average.update()
                 if run.done % _CLOCK and run.done < recipe.steps:
                     continue
-                clock.append(_now(device))
+                clock.append((run.done, _now(device)))
                 late = time.monotonic() > deadline
-                if run.done < recipe.steps and (late or clock[-1] - saved > every):
-                    saved = clock[-1]
+                if run.done < recipe.steps and (late or clock[-1][1] - saved > every):
+                    saved = clock[-1][1]
                     _save(run, average, folder, before + saved - began)
                     if late:
                         return None
-            took, made = clock[-1] - began, run.done - first
+            took = clock[-1][1] - began
+            paces = [(b - a) / (m - n) for (n, a), (m, b) in itertools.pairwise(clock)]  # the first ones compile
+            releases, spent = run.done, run.close()
             if average is not None and average.steps:
                 _use(average, run.model)
             run.model.eval()
-            releases, spent = run.done, run.close()
-            return Trained(run.model, spent, releases, before + took, 1e3 * took / max(1, made))
+            return Trained(run.model, spent, releases, before + took, 1e3 * statistics.median(paces or [0.0]))
         finally:
             if spent is None:
                 run.close()
@@ -179,7 +186,12 @@ class _Common:
         self.data, self.recipe, self.crops = data, recipe, crops
         self.batch, self.on_gpu = min(recipe.batch, len(data)), data.x.is_cuda
         self.model = build(recipe, data.planes, data.x.shape[-1], seed).to(data.x.device)
-        self.fast = recipe.fast and self.on_gpu
+        if self.on_gpu:  # what an earlier run compiled and recorded is in the way of this one
+            torch.compiler.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+        # Opacus neither compiles nor sums in half precision
+        self.fast = recipe.fast and self.on_gpu and recipe.method not in BY_OPACUS
         if self.fast:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         kind = torch.optim.Adam if recipe.adam else torch.optim.SGD
@@ -205,7 +217,7 @@ class _Engine(_Common):
         most = largest_batch(self.batch, self.batch / len(data), len(data))
         pieces = math.ceil(most * views / ROWS)
         bounds = bounds_for(recipe, self.model, data.synthetic())
-        self.engine = PrivacyEngine(ledger=ledger, ledger_block=max(1, recipe.steps // 50))
+        self.engine = PrivacyEngine(ledger=ledger, ledger_block=_block(recipe))
         try:
             _, _, self.loader, _ = self.engine.make_private(
                 module=self.model, optimizer=self.optimizer, criterion=recipe.loss(), noise_multiplier=sigma,
@@ -220,6 +232,7 @@ class _Engine(_Common):
             raise
         self.engine.budget = recipe.steps
         self.fused = self.engine.fused_step(torch.compile(self.model, dynamic=True) if self.fast else None)
+        self.fused.on &= not self.fast  # large compiled steps hold the device up by themselves: no need of graphs
         self.batches = self._endless()
 
     def _endless(self) -> Iterator[list[Tensor]]:
@@ -265,9 +278,8 @@ class _Other(_Common):
             forward = torch.compile(self.model, dynamic=True) if self.fast else self.model
             self.take = plain_step(forward, self.optimizer, self.cast, ROWS)  # type: ignore[arg-type]
             return
-        self.fast = False  # Opacus neither compiles nor sums in half precision
         self.take, self.private = opacus_step(self.model, self.optimizer, recipe, self.batch, sigma)
-        self.ledger = Ledger(ledger, block=max(1, recipe.steps // 50))
+        self.ledger = Ledger(ledger, block=_block(recipe))
         mechanism = Mechanism("gaussian", sigma, self.rate, 1, label="noisy gradients (Opacus)")
         self.ledger.begin(mechanism, Adjacency.ADD_OR_REMOVE_ONE, 0.0, {"recipe": recipe.to_dict()})
 
@@ -305,6 +317,11 @@ class _Other(_Common):
         self.ledger.close()
         self.private.grad_sample_module.to_standard_module()
         return _epsilon(mechanisms, DELTA)
+
+
+def _block(recipe: Recipe) -> int:
+    """Releases that one write to the ledger counts: all but nothing of a long step, much of a short one."""
+    return 1 if recipe.fast else max(1, recipe.steps // 50)
 
 
 @functools.lru_cache(maxsize=256)
