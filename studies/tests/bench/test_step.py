@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import weightclip as wc
+from weightclip.factors import Product
 from weightclip_studies import bench as _bench
+from weightclip_studies.bench import _step
+from weightclip_studies.images import _runtime
 
 
 def test_rows_for_every_mode(tmp_path: Path) -> None:
@@ -37,6 +41,53 @@ def test_private_modes_train_the_same_model(mode: str) -> None:
     step = _bench.prepare(mode, "mlp", 8, torch.device("cpu"))
     step()
     step()
+
+
+LIMITS = ("weight_norm", "input_radius", "layer_radius", "cotangent_radius", "layer_cap", "joint_cap")
+CALLED = {
+    "weights": {"weight_norm", "input_radius"},
+    "weights-refresh": {"weight_norm", "input_radius"},
+    "weights-fast": {"weight_norm", "input_radius"},
+    "factors": {"layer_radius", "cotangent_radius"},
+    "both": {"weight_norm", "input_radius", "layer_radius", "cotangent_radius"},
+    "joint-cap": {"joint_cap"},
+    "exact-cap": {"layer_cap"},
+    "exact-joint-cap": {"joint_cap"},
+}
+
+
+def check_bounds(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """The engine that is timed enforces what the mode is called after."""
+    made: list[wc.PrivacyEngine] = []
+    monkeypatch.setattr(_step, "PrivacyEngine", lambda: (made.append(wc.PrivacyEngine()), made[-1])[1])
+    _bench.prepare(mode, "mlp", 8, torch.device("cpu"))()
+    name, bounds = mode.removesuffix("-graph"), made[0].bounds
+    assert {limit for limit in LIMITS if getattr(bounds, limit) is not None} == CALLED[name]
+    assert (bounds.refresh > 1) == (name == "weights-refresh") and (bounds.caps == wc.CapNorm.FREE) == (
+        name == "joint-cap"
+    )
+    assert (bounds.product == Product.fast()) == (name == "weights-fast")
+
+
+@pytest.mark.parametrize("mode", [m for m in (*_bench.MODES, *_step.GRAPHED) if "plain" not in m and "opacus" not in m])
+def test_every_mode_is_bounded_as_it_is_called(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_bounds(monkeypatch, mode)
+
+
+@pytest.mark.parametrize("mode,other", [("weights", "factors"), ("factors", "weights"), ("exact-cap", "joint-cap")])
+def test_a_mode_that_times_another_is_found(mode: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = _step.bounds_of
+    monkeypatch.setattr(_step, "bounds_of", lambda name: real(other if name == mode else name))
+    with pytest.raises(AssertionError):
+        check_bounds(monkeypatch, mode)
+
+
+def test_the_runtime_figure_times_the_mode_it_names() -> None:
+    named = {"weightclip": "weights", "weightclip-factors": "factors"}
+    assert {k: v.removesuffix("-graph") for k, v in _runtime.MODES.items() if k in named} == named
+    for name, mode in _runtime.MODES.items():
+        assert mode.endswith("-graph") == name.endswith("-graph")
+        assert mode.removesuffix("-graph") == _runtime.MODES[name.removesuffix("-graph")]
 
 
 @pytest.mark.parametrize("name", ["mlp", "encoder-tiny"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import replace
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from studies.tests.figure.figure_kit import pictures
-from torch import nn
 
 import weightclip as wc
 from weightclip.accounting import Mechanism, epsilon, read
@@ -203,15 +203,22 @@ def test_a_killed_run_is_charged_for_what_it_released_and_spends_no_more(
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_adaptive_thresholds_follow_the_public_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Recipe("convnet", "opacus-adaptive", batch=40, steps=2, clip=1e3)
-    data, model = pictures(), build(Recipe("convnet", "joint"), 1, 8, 0)
-    step, private = opacus_step(model, torch.optim.SGD(model.parameters(), lr=0.0), recipe, 40, 0.0)
-    private.unclipped_num_std = 0.0
-    step(data.inputs(data.x[:20]), data.y[:20])  # half of an expected batch, none of it clipped
-    assert float(private.max_grad_norm) == pytest.approx(1e3 * 2.718281828 ** (-0.2 * (20 / 40 - 0.5)), rel=1e-6)
-    private.max_grad_norm = 1e3
-    monkeypatch.setattr("weightclip_studies.figure._opacus._MOST", 7 * sum(p.numel() for p in model.parameters()))
-    step, private = opacus_step(build(Recipe("convnet", "joint"), 1, 8, 0), torch.optim.SGD(nn.Linear(1, 1).parameters()),
-                                recipe, 40, 0.0)  # fmt: skip
-    with pytest.raises(wc.WeightclipError, match="empty draw"):
-        step(data.inputs(data.x[:0]), data.y[:0])
+    data = pictures()
+
+    def threshold(clip: float) -> float:
+        recipe = Recipe("convnet", "opacus-adaptive", batch=40, clip=clip)
+        model = build(recipe, 1, 8, 0)
+        step, private = opacus_step(model, torch.optim.SGD(model.parameters(), lr=0.0), recipe, 40, 0.0)
+        private.unclipped_num_std = 0.0
+        step(data.inputs(data.x[:20]), data.y[:20])  # half of an expected batch
+        with pytest.raises(wc.WeightclipError, match="empty draw"):
+            step(data.inputs(data.x[:0]), data.y[:0])
+        return float(private.max_grad_norm)
+
+    assert threshold(1e3) == pytest.approx(1e3 * math.exp(-0.2 * (20 / 40 - 0.5)))  # none of them clipped
+    assert threshold(1e-3) == pytest.approx(1e-3 * math.exp(-0.2 * (0 - 0.5)))  # all of them
+    some = next(c for c in torch.logspace(1, -1, 40).tolist() if 0.005 < math.log(threshold(c) / c) < 0.095)
+    whole = threshold(some)
+    parameters = sum(p.numel() for p in build(JOINT, 1, 8, 0).parameters())
+    monkeypatch.setattr("weightclip_studies.figure._opacus._MOST", 7 * parameters)
+    assert threshold(some) == pytest.approx(whole, rel=1e-9)  # pieces of seven records count together
