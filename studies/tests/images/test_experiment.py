@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +19,21 @@ from typer.testing import CliRunner
 import weightclip as wc
 from weightclip.accounting._accounting import Mechanism, epsilon
 from weightclip_studies.cli import _images
-from weightclip_studies.images import FeatureMap, FeatureSettings, ImageStudy, _convnets, _experiment, _search
+from weightclip_studies.images import (
+    FeatureMap,
+    FeatureSettings,
+    HeadSettings,
+    HeadTrainer,
+    ImageStudy,
+    _convnets,
+    _experiment,
+    _search,
+)
 from weightclip_studies.images._engine import audit_results
 from weightclip_studies.images._experiment import COLUMNS, chosen_features, merge_rows
 from weightclip_studies.images._noise import NoiseTable
 from weightclip_studies.images._plots import accuracy_figure, runtime_figure
+from weightclip_studies.images._product import Features
 from weightclip_studies.images._runtime import COLUMNS as RUNTIME_COLUMNS
 from weightclip_studies.images._synthetic import dead_leaves
 
@@ -151,26 +163,50 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_experiment.CANDIDATES, "mnist", (FeatureSettings(), ({"groups": 9},)))
 
 
+def rows_of(data: Features) -> list[bytes]:
+    """Records by what they are, wherever they lie."""
+    return [row.numpy().tobytes() for row in data.codes[:-1]]
+
+
+def follow(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[bytes], list[bytes]]]:
+    """(records a head was trained on, records it was asked about) of every question, in order."""
+    asked: list[tuple[list[bytes], list[bytes]]] = []
+
+    class Followed(HeadTrainer):
+        def accuracy(self, data: Features) -> float:
+            asked.append((rows_of(self.data), rows_of(data)))
+            return super().accuracy(data)
+
+    monkeypatch.setattr(_experiment, "HeadTrainer", Followed)
+    monkeypatch.setattr(ImageStudy, "_feature_score", lambda self, s: -float(s.groups))
+    return asked
+
+
+def check_records(study: ImageStudy, asked: list[tuple[list[bytes], list[bytes]]]) -> None:
+    """Every trial is trained and judged on two parts of the training set; every final head is asked of the test set."""
+    feature_map = FeatureMap(study.used, tuple(study.images.shape[1:]))
+    train = rows_of(feature_map.encode(study.images, study.labels))
+    test = rows_of(feature_map.encode(study.test_images, study.test_labels))
+    assert len({*train, *test}) == len(train) + len(test)  # or nothing could be told apart
+    fit, val = ([train[i] for i in rows.tolist()] for rows in (study.fit_rows, study.val_rows))
+    assert sorted(fit + val) == sorted(train)
+    one = [(fit, val)] * study.trials + [(train, test)] * study.seeds
+    assert asked == one * len(study.cells())
+
+
 def test_the_driver_chooses_on_validation_and_tests_once(
     tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tested = []
-    real = ImageStudy.final
-
-    def final(self: ImageStudy, train, test, *args):
-        tested.append((len(train), len(test)))
-        return real(self, train, test, *args)
-
-    monkeypatch.setattr(ImageStudy, "final", final)
-    monkeypatch.setattr(ImageStudy, "_feature_score", lambda self, s: -float(s.groups))
+    asked = follow(monkeypatch)
     study = ImageStudy(
         "mnist", tmp_path, trials=2, seeds=2, hidden=8, epsilons=(3.0,), limit=200, linear_methods=("lip-weights",),
         say=lambda line: None,
     )  # fmt: skip
     assert not set(study.fit_rows.tolist()) & set(study.val_rows.tolist())
     study.run()
+    check_records(study, asked)
     rows = table(tmp_path / "accuracy.csv")
-    assert tuple(rows[0]) == COLUMNS and len(rows) == 7 and tested == [(200, 200)] * 7
+    assert tuple(rows[0]) == COLUMNS and len(rows) == 7 and len(asked) == 7 * (2 + 2)
     assert {r["method"] for r in rows} == set(_search.METHODS) and {r["device"] for r in rows} == {"cpu"}
     entries = json.loads((tmp_path / "mnist.json").read_text())
     for entry in entries:
@@ -186,6 +222,42 @@ def test_the_driver_chooses_on_validation_and_tests_once(
     best = max(float(r["median"]) for r in rows if r["method"] == "non-private")
     assert best > 50  # the pictures are easy
     assert accuracy_figure(tmp_path / "accuracy.csv", tmp_path / "a.png").stat().st_size > 10_000
+
+
+def _nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An honest driver passes."""
+
+
+def _tune_on_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ImageStudy.tune
+
+    def tune(self: ImageStudy, fit: Features, val: Features, *rest: Any) -> HeadSettings:
+        feature_map = FeatureMap(self.used, tuple(self.images.shape[1:]))
+        return real(self, fit, feature_map.encode(self.test_images, self.test_labels), *rest)
+
+    monkeypatch.setattr(ImageStudy, "tune", tune)
+
+
+def _tune_on_what_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ImageStudy.tune
+    monkeypatch.setattr(ImageStudy, "tune", lambda self, fit, val, *rest: real(self, fit, fit, *rest))
+
+
+def _test_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ImageStudy.final
+    monkeypatch.setattr(ImageStudy, "final", lambda self, *rest: max(real(self, *rest), real(self, *rest), key=str))
+
+
+@pytest.mark.parametrize("mutate", [_nothing, _tune_on_test, _tune_on_what_was_trained, _test_twice])
+def test_drivers_that_cheat_are_found(mutate: Any, tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = follow(monkeypatch)
+    mutate(monkeypatch)
+    study = ImageStudy("mnist", tmp_path, trials=2, seeds=1, hidden=0, epsilons=(3.0,), limit=60, methods=("dp-sgd",),
+                       linear_methods=("dp-sgd",), say=lambda line: None)  # fmt: skip
+    study.noise.values.update({f"3/{n}/{n}/{steps}": 9.0 for n in (54, 60) for steps in (6, 12)})  # calibrating is slow
+    study.run()
+    with contextlib.nullcontext() if mutate is _nothing else pytest.raises(AssertionError):
+        check_records(study, asked)
 
 
 def test_features_are_scored_by_private_runs(tmp_path: Path, tiny: None) -> None:
