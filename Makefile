@@ -25,7 +25,7 @@ help:
 	@echo "make study-tabular  the paper's tabular tables and figures (QUICK=1 for a short run)"
 	@echo "make study-tabular-search  the search behind its settings (resumable)"
 	@echo "make audit          try to refute the claimed epsilon, and the audits themselves by deliberate bugs"
-	@echo "make audit-quick    the same claims in a minute"
+	@echo "make audit-quick    the same claims in a few minutes"
 	@echo "make docs           the documentation as HTML in docs/_build/html, its links checked"
 	@echo "make dist           source archive and wheel, in dist/"
 	@echo "make clean          remove $(VENV), .venv-torch-* and caches"

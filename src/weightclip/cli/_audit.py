@@ -22,7 +22,7 @@ def audit(
         str | None,
         typer.Argument(help="module:function that gives a weightclip.audit.Trainer: audits that one and nothing else."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="About a minute instead of ten.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few minutes instead of ten or more.")] = False,
     seed: Annotated[int, typer.Option(help="Root of all randomness: the same seed gives the same report.")] = 0,
     epsilon: Annotated[list[float] | None, typer.Option(help="Claim to audit by sampling (repeatable).")] = None,
     delta: Annotated[float, typer.Option(help="delta of every claim.")] = 1e-5,

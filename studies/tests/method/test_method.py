@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from weightclip.factors import CapNorm
 from weightclip_studies.cli._method import register
-from weightclip_studies.method import _caps, _defaults, _mechanisms, _networks, _norms
+from weightclip_studies.method import _caps, _defaults, _files, _mechanisms, _networks, _norms
 from weightclip_studies.method._files import markdown
 
 
@@ -88,3 +88,14 @@ def test_command_writes_its_files(tmp_path):
     assert {r["kind"] for r in rows} >= {"free", "exact", "ordinary"}
     wrong = CliRunner().invoke(app, ["--only", "nothing"])
     assert wrong.exit_code != 0 and "unknown 'nothing'" in wrong.output
+
+
+def test_the_table_of_exponents_is_that_of_the_committed_rows():
+    root = Path(__file__).parents[3]
+    found = _norms.summary(_files.read_csv(root / "results" / "method" / "norms.csv"))
+    page = (root / "docs" / "method.md").read_text(encoding="utf-8")
+    for line in found:  # medians of an even number of layers are means of the two in the middle
+        assert "| " + " | ".join(line.values()) + " |" in page
+    rows = [{"network": "MLP (8,)", "weights": "free", **dict.fromkeys(("p=1", "p=2", "p=inf", "hoelder/p=2"), v)}
+            for v in (1.0, 2.0, 4.0, 9.0)]  # fmt: skip
+    assert _norms.summary(rows)[0]["p=1"] == "3 (1–9)"

@@ -11,7 +11,7 @@ from weightclip.cli import audit_and_show
 
 
 def audit(
-    quick: Annotated[bool, typer.Option("--quick", help="About a minute instead of ten.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few minutes instead of ten or more.")] = False,
     seed: Annotated[int, typer.Option(help="Root of all randomness: the same seed gives the same report.")] = 0,
     epsilon: Annotated[list[float] | None, typer.Option(help="Claim to audit by sampling (repeatable).")] = None,
     delta: Annotated[float, typer.Option(help="delta of every claim.")] = 1e-5,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +68,20 @@ def norms_study(out: Path, *, datasets: tuple[str, ...] = ("adult", "dropout", "
     )
     path = out / "norms.md"
     files = [write_csv(out / "norms.csv", rows), path, _figure(rows, out / "norms.png")]
-    path.write_text(text + markdown(rows))
+    path.write_text(text + markdown(rows) + "\n" + markdown(summary(rows)))
     return files
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Median over layers and data sets of each kind of network, with the smallest and the largest."""
+    found = []
+    for kind in dict.fromkeys((r["network"].split()[0], r["weights"]) for r in rows):
+        line = dict(zip(("network", "weights"), kind, strict=True))
+        for column in (*(f"p={p:g}" for p in EXPONENTS), "hoelder/p=2"):
+            values = [float(r[column]) for r in rows if (r["network"].split()[0], r["weights"]) == kind]
+            line[column] = f"{statistics.median(values):.2g} ({min(values):.2g}–{max(values):.4g})"
+        found.append(line)
+    return found
 
 
 def _figure(rows: list[dict[str, Any]], path: Path) -> Path:
