@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weightclip_studies.tables._metrics import area_under_curve, expected_calibration_error, metrics, wilcoxon_p
+from weightclip_studies.tables._metrics import area_under_curve, expected_calibration_error, holm, metrics, wilcoxon_p
 
 
 def test_binary_scores():
@@ -38,6 +38,11 @@ def test_signed_rank():
     assert wilcoxon_p(a, a) == 1.0
     assert wilcoxon_p(a + 0.5 + a, a) == pytest.approx(2 / 2**10)  # all ten pairs point one way: exact
     assert wilcoxon_p(0.1 + 0.2 * np.ones(10), 0.3 * np.ones(10)) == 1.0  # rounding is not a difference
+
+
+def test_holm():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])  # 3 x .01, 2 x .03, and never less than before
+    assert holm([]) == [] and holm([0.2]) == [0.2] and holm([0.9, 0.6]) == [1.0, 1.0]
 
 
 def test_area_under_curve_agrees_with_scikit_learn():

@@ -5,16 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from weightclip_studies.tables import _tables
-from weightclip_studies.tables._output import _short, markdown, write_all
+from weightclip_studies.tables._output import _short, markdown, read_json, write_all
 from weightclip_studies.tables._report import write_report
+from weightclip_studies.tables._runs import prepare
 from weightclip_studies.tables._search import Chosen
 from weightclip_studies.tables._store import Store
-from weightclip_studies.tables._tables import COLUMNS, table_rows, verdicts
+from weightclip_studies.tables._tables import COLUMNS, judged_again, table_rows, verdicts
 
 LEVELS = {"dp-sgd": 0.80, "lip-published": 0.82, "fix-lip-published": 0.7, "lip-weights": 0.78, "lip-factors": 0.85,
           "joint-cap": 0.849, "fix-lip": 0.75, "non-private": 0.9, "majority": 0.6}  # fmt: skip
@@ -86,6 +88,27 @@ def test_files(rows, tmp_path: Path):
     assert ceiling["epsilon"] == "inf" and ceiling["accountant"] == "none"
     assert json.loads(written[1].read_text())["rows"][0]["accuracies"]
     assert "**.854**" in markdown(rows, judged, "x") or "**.855**" in markdown(rows, judged, "x")
+
+
+def test_verdicts_are_corrected_for_the_number_of_tests(rows):
+    judged = verdicts(rows, chosen())
+    assert [v.verdict for v in judged] == ["above"] * 2
+    assert all(v.p_holm == pytest.approx(2 * v.p) for v in judged)  # two data sets, the same pairs
+    few = [replace(r, accuracies=r.accuracies[:6]) for r in rows]  # p = 1/32 by itself, 1/16 among two
+    assert all(v.p < 0.05 < v.p_holm and v.verdict == "not different" for v in verdicts(few, chosen()))
+    assert all(v.verdict == "above" for v in verdicts([r for r in few if r.dataset == "dropout"], chosen()))
+
+
+def test_files_are_written_again_from_what_is_there(rows, tmp_path: Path):
+    write_all(rows, verdicts(rows, chosen()), tmp_path, "a command", {"python": "3"})
+    known, made = read_json(tmp_path / "table1.json")
+    assert known == rows and made == {"python": "3"}
+    again = judged_again([replace(r, mark="?", config={"width": 16}) for r in known])
+    assert [r.mark for r in again] == [r.mark for r in rows]
+    features = prepare("dropout").X.shape[1]
+    assert {r.parameters for r in again if r.dataset == "dropout"} == {(features + 1) * 16 + 17 * 2}
+    text = markdown(again, verdicts(again, chosen()), "x")
+    assert f" | {(features + 1) * 16 + 17 * 2} |" in text and "140 to 2,120 in the paper" in text
 
 
 def test_a_claimed_epsilon_is_not_ranked(tmp_path: Path, monkeypatch):

@@ -93,6 +93,9 @@ def tables(
     settings: Annotated[Path | None, typer.Option(help="Chosen settings; those of the package by default.")] = None,
     workers: Annotated[int, typer.Option(help="Processes.", min=1)] = 2,
     beside: Annotated[bool, typer.Option(help="Also the tables by PLD and with public feature ranges.")] = True,
+    again: Annotated[
+        bool, typer.Option("--again", help="Train nothing: write the files anew from the table1.json already there.")
+    ] = False,
     quick: QuickOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -101,14 +104,23 @@ def tables(
     Example: weightclip-study reproduce tables --datasets adult,nursery --workers 2
     """
     from weightclip_studies import data
-    from weightclip_studies.tables._output import write_all, write_csv
+    from weightclip_studies.tables._output import read_json, write_all, write_csv
     from weightclip_studies.tables._settings import combinations, load_chosen
     from weightclip_studies.tables._store import Store
-    from weightclip_studies.tables._tables import table_rows, verdicts
+    from weightclip_studies.tables._tables import judged_again, table_rows, verdicts
 
     started, say = time.perf_counter(), _progress(as_json)
     names = _names(datasets, data.names(), "datasets")
     folder = _folder(out, quick)
+    command = "weightclip-study reproduce tables" + (" --quick" if quick else "")
+    if again:
+        if not (folder / "table1.json").exists():
+            raise WeightclipError(f"--again: there is no table1.json in {folder}: run without it first.")
+        known, made = read_json(folder / "table1.json")
+        rows = judged_again(known)
+        written = write_all(rows, verdicts(rows, load_chosen(settings)), folder, command, made)
+        typer.echo(json.dumps({"files": [str(p) for p in written]}) if as_json else f"written to {folder}")
+        return
     seeds = min(seeds, 3) if quick else seeds
     pairs = [pair for pair in combinations() if not (quick and pair[1])]
     chosen = load_chosen(settings)
@@ -124,7 +136,6 @@ def tables(
     results = Store(store)
     rows = table_rows(results, chosen, names, pairs, seeds=seeds, progress=say)
     judged = verdicts(rows, chosen)
-    command = "weightclip-study reproduce tables" + (" --quick" if quick else "")
     written = write_all(rows, judged, folder, command)
     spent = sum(row.wall_s * row.seeds for row in rows)
     for encoding, accountant in extra:
@@ -143,7 +154,7 @@ def tables(
     for v in judged:
         typer.echo(
             f"{v.dataset:15s} {v.variant:16s} median {v.median:.4f}  paper {v.paper:.3f}  "
-            f"DP-SGD {v.baseline_median:.4f}  p = {v.p:.3g}  {v.verdict}"
+            f"DP-SGD {v.baseline_median:.4f}  p = {v.p:.3g} (Holm {v.p_holm:.3g})  {v.verdict}"
         )
     typer.echo(
         f"above the paper's Lip-DP-SGD on {above} of {len(judged)}; significantly above equally tuned DP-SGD on "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,3 +64,12 @@ def wilcoxon_p(ours: Array, theirs: Array) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SciPy says when ties make it use the normal approximation
         return float(wilcoxon(difference, zero_method="wilcox")[1])  # pyright: ignore[reportArgumentType, reportIndexIssue]
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """p-values of several tests, each corrected so that all of them together err with at most the level (Holm 1979)."""
+    corrected, largest = [1.0] * len(values), 0.0
+    for rank, place in enumerate(sorted(range(len(values)), key=lambda i: values[i])):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
+        corrected[place] = largest
+    return corrected

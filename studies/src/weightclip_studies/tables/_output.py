@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ._paper import best_lip, printed
+from ._paper import PAPER_SIZES, best_lip, printed
 from ._space import METHODS
 from ._tables import COLUMNS, TableRow, Verdict
 
@@ -67,16 +67,24 @@ def write_csv(rows: Sequence[TableRow], path: Path) -> Path:
     return path
 
 
-def write_json(rows: Sequence[TableRow], judged: Sequence[Verdict], path: Path, command: str) -> Path:
-    """All there is to say about every row, with versions and the command that made it."""
+def write_json(
+    rows: Sequence[TableRow], judged: Sequence[Verdict], path: Path, command: str, made: dict[str, str] | None = None
+) -> Path:
+    """All there is to say about every row, with the command and versions (``made``, or those of now) behind it."""
     body = {
         "command": command,
-        "versions": versions(),
+        "versions": versions() if made is None else made,
         "verdicts": [asdict(v) for v in judged],
         "rows": [row.to_json() for row in rows],
     }
     path.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
+
+
+def read_json(path: Path) -> tuple[list[TableRow], dict[str, str]]:
+    """The rows of a file that :func:`write_json` wrote, and the versions behind them."""
+    body = json.loads(path.read_text(encoding="utf-8"))
+    return [TableRow(**(row | {"accuracies": tuple(row["accuracies"])})) for row in body["rows"]], body["versions"]
 
 
 def _cell(row: TableRow | None) -> str:
@@ -101,7 +109,8 @@ def markdown(rows: Sequence[TableRow], judged: Sequence[Verdict], command: str) 
         f"<!-- made by `{command}` -->",
         "",
         f"Median test accuracy over {seeds} seeds ± standard deviation, at the paper's ε (RDP) and δ = 1/n. **Bold**: "
-        "best method whose ε holds; <u>underlined</u>: not significantly below it (Wilcoxon signed-rank, 5%). The "
+        "best method whose ε holds; <u>underlined</u>: not significantly below it (Wilcoxon signed-rank, 5%, Holm's "
+        "correction over a data set's methods). The "
         "printed algorithms only *claim* their ε and are not ranked. Feature statistics come from the data and the "
         "choice of settings is not "
         "charged, as in the paper: neither is covered by ε.",
@@ -130,22 +139,28 @@ def markdown(rows: Sequence[TableRow], judged: Sequence[Verdict], command: str) 
             cells = [" / ".join(_short(v) for v in (r.auc, r.log_loss, r.ece)) if r else "" for r in mine]
             lines.append(f"| {LABELS[method]} | " + " | ".join(cells) + " |")
     lines += ["", "### The sound method, variant chosen on validation, against the paper and equally tuned DP-SGD", ""]
-    lines += ["| data set | variant | median | 95% interval | paper's best Lip | DP-SGD | p | verdict |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    lines += ["| data set | variant | median | 95% interval | paper's best Lip | DP-SGD | p | p, Holm | verdict |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
     for v in judged:
         lines.append(
             f"| {v.dataset} | {v.variant} | {v.median:.4f} | {v.interval[0]:.3f}–{v.interval[1]:.3f} | {v.paper:.3f} "
             f"({'above' if v.above_paper else 'not above'}) | {v.baseline_median:.4f} ({v.baseline}) | {v.p:.3g} | "
-            f"{v.verdict} |"
+            f"{v.p_holm:.3g} | {v.verdict} |"
         )
     above = sum(v.above_paper for v in judged)
     better, worse = (sum(v.verdict == word for v in judged) for word in ("above", "below"))
     lines += [
         "",
         f"Above the paper's Lip-DP-SGD on {above} of {len(judged)} sets; against DP-SGD significantly above on "
-        f"{better}, significantly below on {worse}.",
+        f"{better}, significantly below on {worse} (corrected for {len(judged)} tests).",
         "",
     ]
+    sizes = {(r.dataset, r.method): r.parameters for r in rows if r.parameters is not None and not r.group_norm}
+    lines += [f"### Parameters of the networks ({PAPER_SIZES} in the paper, by data set not printed)", ""]
+    lines += ["| method | " + " | ".join(datasets) + " |", "|---|" + "---|" * len(datasets)]
+    for method in [m for m in METHODS if any(name == m for _, name in sizes)]:
+        lines.append(f"| {LABELS[method]} | " + " | ".join(str(sizes.get((d, method), "")) for d in datasets) + " |")
+    lines.append("")
     return "\n".join(lines)
 
 
@@ -194,14 +209,16 @@ def picture(rows: Sequence[TableRow], path: Path) -> Path:
     return path
 
 
-def write_all(rows: Sequence[TableRow], judged: Sequence[Verdict], folder: Path, command: str) -> list[Path]:
+def write_all(
+    rows: Sequence[TableRow], judged: Sequence[Verdict], folder: Path, command: str, made: dict[str, str] | None = None
+) -> list[Path]:
     """table1.csv, table1.json, tables.md and table1.png."""
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "tables.md"
     text.write_text(markdown(rows, judged, command), encoding="utf-8")
     return [
         write_csv(rows, folder / "table1.csv"),
-        write_json(rows, judged, folder / "table1.json", command),
+        write_json(rows, judged, folder / "table1.json", command, made),
         text,
         picture(rows, folder / "table1.png"),
     ]

@@ -36,6 +36,9 @@ PRINTED: dict[str, Printed] = {
     "nursery": Printed(1.432, 12960, (0.919, 0.931, 0.89), (0.916, 0.912, 0.487)),
 }
 
+PAPER_SIZES = "140 to 2,120"
+"""Parameters of the paper's multi-layer perceptrons (its table of models)."""
+
 _COLUMN = {
     "dp-sgd": 0,
     "lip-published": 1,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ import numpy as np
 from weightclip import accounting
 from weightclip_studies import data as sets
 
-from ._metrics import wilcoxon_p
+from ._metrics import Array, holm, wilcoxon_p
 from ._paper import best_lip, paper_accuracy, printed
-from ._runs import compute_runs, prepare, run_key
+from ._runs import Prepared, compute_runs, prepare, run_key
 from ._search import Chosen, best_variant
 from ._settings import combinations, name_of, parse_name
 from ._space import METHODS, PRINTED_METHODS, SOUND
@@ -56,9 +56,11 @@ class TableRow:
         q: Sampling rate.
         validation: Mean validation accuracy at which the settings were chosen.
         wall_s: Seconds per run.
-        mark: "best", "tied" (not significantly below the best) or "", among the data set's methods whose ε holds.
+        mark: "best", "tied" (not significantly below the best, by Holm's correction) or "", among the data set's
+            methods whose ε holds.
         accuracies: By seed.
         config: The settings.
+        parameters: Of the network; None without one.
     """
 
     dataset: str
@@ -86,6 +88,7 @@ class TableRow:
     mark: str
     accuracies: tuple[float, ...]
     config: dict[str, Any]
+    parameters: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -157,19 +160,12 @@ def _summarise(
 ) -> list[TableRow]:
     prepared = prepare(dataset, encoding)
     accuracies = {pair: np.array([v["accuracy"] for v in values]) for pair, values in raw.items()}
-    # the printed algorithms only claim their epsilon: they are not ranked among those that keep it
-    private = {pair: a for pair, a in accuracies.items() if pair[0] in ("dp-sgd", *SOUND)}
-    leader = max(private, key=lambda pair: float(np.median(private[pair])), default=None)
-    rows = []
+    marks, rows = _marks(accuracies), []
     for (method, group_norm), values in raw.items():
         a = accuracies[method, group_norm]
         base = accuracies.get(("dp-sgd", group_norm))
         trained = method not in ("majority", "non-private")
         p = wilcoxon_p(a, base) if trained and method != "dp-sgd" and base is not None else None
-        mark = ""
-        if leader is not None and (method, group_norm) in private:
-            same = (method, group_norm) == leader
-            mark = "best" if same else "tied" if wilcoxon_p(a, private[leader]) > LEVEL else ""
         first = values[0]
         entry = chosen.get(name_of(method, group_norm))
         rows.append(
@@ -196,12 +192,45 @@ def _summarise(
                 q=first.get("q"),
                 validation=entry.accuracy if entry else None,
                 wall_s=_mean(values, "wall_s"),
-                mark=mark,
+                mark=marks.get((method, group_norm), ""),
                 accuracies=tuple(float(x) for x in a),
                 config=dict(entry.config) if entry else {},
+                parameters=_size(prepared, entry.config) if entry else None,
             )  # fmt: skip
         )
     return rows
+
+
+def _marks(accuracies: Mapping[tuple[str, bool], Array]) -> dict[tuple[str, bool], str]:
+    """The best of a data set's methods, and those not significantly below it by tests that Holm's method corrects."""
+    # the printed algorithms only claim their epsilon: they are not ranked among those that keep it
+    private = {pair: a for pair, a in accuracies.items() if pair[0] in ("dp-sgd", *SOUND)}
+    leader = max(private, key=lambda pair: float(np.median(private[pair])), default=None)
+    if leader is None:
+        return {}
+    others = [pair for pair in private if pair != leader]
+    tests = holm([wilcoxon_p(private[pair], private[leader]) for pair in others])
+    return {leader: "best"} | {pair: "tied" if p > LEVEL else "" for pair, p in zip(others, tests, strict=True)}
+
+
+def _size(prepared: Prepared, config: Mapping[str, Any]) -> int | None:
+    """Parameters of a network with one hidden layer."""
+    width = config.get("width")
+    return None if width is None else (prepared.X.shape[1] + 1) * width + (width + 1) * prepared.classes
+
+
+def judged_again(rows: Sequence[TableRow]) -> list[TableRow]:
+    """Rows of an earlier run with the marks and sizes of today; nothing is trained."""
+    marks = {
+        dataset: _marks({(r.method, r.group_norm): np.array(r.accuracies) for r in rows if r.dataset == dataset})
+        for dataset in dict.fromkeys(r.dataset for r in rows)
+    }
+    return [
+        replace(
+            r, mark=marks[r.dataset].get((r.method, r.group_norm), ""), parameters=_size(prepare(r.dataset), r.config)
+        )
+        for r in rows
+    ]
 
 
 def _mean(values: Sequence[dict[str, Any]], name: str) -> float:
@@ -226,7 +255,8 @@ class Verdict:
         baseline: DP-SGD, with or without group normalisation, whichever validation chose.
         baseline_median: Its median.
         p: Signed-rank test of the pairs.
-        verdict: "above", "below" or "not different" (5%).
+        p_holm: The same, corrected for the number of data sets by Holm's method.
+        verdict: "above", "below" or "not different" (5%, by the corrected one).
     """
 
     dataset: str
@@ -238,6 +268,7 @@ class Verdict:
     baseline: str
     baseline_median: float
     p: float
+    p_holm: float
     verdict: str
 
 
@@ -269,10 +300,15 @@ def verdicts(rows: Sequence[TableRow], chosen: dict[str, dict[str, Chosen]]) -> 
                 baseline,
                 float(np.median(b)),
                 p,
-                "not different" if p > LEVEL else "above" if direction > 0 else "below",
+                p,
+                "above" if direction > 0 else "below",
             )  # fmt: skip
         )
-    return result
+    corrected = holm([v.p for v in result])
+    return [
+        replace(v, p_holm=p, verdict=v.verdict if p <= LEVEL else "not different")
+        for v, p in zip(result, corrected, strict=True)
+    ]
 
 
 def target_epsilon(dataset: str) -> float:
