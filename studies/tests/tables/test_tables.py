@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weightclip_studies.tables import _tables
-from weightclip_studies.tables._output import _short, markdown, read_json, write_all
+from weightclip_studies.tables._output import _short, markdown, read_json, write_all, write_json
 from weightclip_studies.tables._report import write_report
 from weightclip_studies.tables._runs import prepare
 from weightclip_studies.tables._search import Chosen
@@ -100,7 +100,7 @@ def test_verdicts_are_corrected_for_the_number_of_tests(rows):
 
 
 def test_files_are_written_again_from_what_is_there(rows, tmp_path: Path):
-    write_all(rows, verdicts(rows, chosen()), tmp_path, "a command", {"python": "3"})
+    write_json(rows, verdicts(rows, chosen()), tmp_path / "table1.json", "a command", {"python": "3"})
     known, made = read_json(tmp_path / "table1.json")
     assert known == rows and made == {"python": "3"}
     again = judged_again([replace(r, mark="?", config={"width": 16}) for r in known])

@@ -63,11 +63,14 @@ class Cell:
         recipe = _CONVNET if self.network == "convnet" else _WIDE
         table = _STEPS[self.network]
         nearest = min(table, key=lambda e: abs(e - (self.epsilon or max(table))))
-        recipe = replace(recipe, method=self.method, steps=table[nearest], **dict(self.changes))
+        changes = dict(self.changes)
+        if self.method in BY_OPACUS:  # which takes one view of a record
+            changes["views"] = min(changes.get("views", recipe.views), 1)
+        recipe = replace(recipe, method=self.method, steps=table[nearest], **changes)
         # a threshold over the whole gradient gives SGD its unit; elsewhere Adam finds one
         if recipe.adam or self.method not in ("joint", *BY_OPACUS):
             recipe = replace(recipe, adam=True, learning_rate=1e-3 if self.method == "plain" else 2e-3)
-        return replace(recipe, views=min(recipe.views, 1)) if self.method in BY_OPACUS else recipe
+        return recipe
 
     def recipe(self, place: Place) -> Recipe:
         """The settings at a place of the lattice: powers of two of the learning rate and of the method's own knob."""
