@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from weightclip.factors import CapNorm
 from weightclip_studies.cli._method import register
-from weightclip_studies.method import _caps, _defaults, _files, _mechanisms, _networks, _norms
+from weightclip_studies.method import _caps, _defaults, _exponential, _files, _mechanisms, _networks, _norms
 from weightclip_studies.method._files import markdown
 
 
@@ -100,3 +100,24 @@ def test_the_table_of_exponents_is_that_of_the_committed_rows():
     rows = [{"network": "MLP (8,)", "weights": "free", **dict.fromkeys(("p=1", "p=2", "p=inf", "hoelder/p=2"), v)}
             for v in (1.0, 2.0, 4.0, 9.0)]  # fmt: skip
     assert _norms.summary(rows)[0]["p=1"] == "3 (1–9)"
+
+
+def test_the_exponential_mechanism_trains_at_the_epsilon_of_the_gaussian(tmp_path):
+    (path,) = _exponential.exponential_study(
+        tmp_path, datasets=("breast_cancer",), hidden=(0,), steps=4, lrs=(0.03, 0.1, 0.3), seeds=2
+    )
+    rows = _files.read_csv(path)
+    assert [r["mechanism"] for r in rows] == list(_exponential.MECHANISMS)
+    for row in rows:
+        assert float(row["epsilon"]) <= 2.0 + 1e-6 and row["parameters"] == "62" and 0 <= float(row["test"]) <= 1
+        assert row["at_edge"] == str(int(row["lr"] != "0.1"))
+
+
+def test_settings_are_chosen_on_validation_records(tmp_path, monkeypatch):
+    asked = []
+    real = _exponential._accuracy
+    monkeypatch.setattr(_exponential, "_accuracy", lambda m, x, y: (asked.append(len(x)), real(m, x, y))[1])
+    monkeypatch.setattr(_exponential, "MECHANISMS", {"gaussian": None})
+    _exponential.exponential_study(tmp_path, datasets=("breast_cancer",), hidden=(0,), steps=1, lrs=(0.1, 0.3), seeds=2)
+    valid, test = (len(_exponential.parts_of(_networks.prepare("breast_cancer"))[p][0]) for p in ("valid", "test"))
+    assert asked == [valid] * 4 + [test] * 2  # the test part once for each seed of what was chosen

@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
-PARTS = ("mechanisms", "norms", "caps", "defaults")
+PARTS = ("mechanisms", "exponential", "norms", "caps", "defaults")
 _OUT = Path("results/method")
 
 
 def method(
     out: Annotated[Path, typer.Option(help="Folder the results are written to.")] = _OUT,
-    only: Annotated[str, typer.Option(help="Comma-separated parts: mechanisms, norms, caps, defaults.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Comma-separated parts: mechanisms, exponential, norms, caps, defaults.")
+    ] = "",
     quick: Annotated[
         bool, typer.Option("--quick", help="A short run for a first look; written beside, not over.")
     ] = False,
@@ -40,6 +42,9 @@ def method(
         say(part)
         if part == "mechanisms":
             files += study.mechanisms_study(out)
+        elif part == "exponential":
+            few = {"datasets": ("breast_cancer",), "hidden": (0,), "steps": 4, "lrs": (0.1,), "seeds": 1}
+            files += study.exponential_study(out, say=say, **(few if quick else {}))  # type: ignore[arg-type]
         elif part == "norms":
             files += study.norms_study(out, **({"datasets": ("dropout",), "steps": 30, "records": 64} if quick else {}))
         elif part == "caps":
