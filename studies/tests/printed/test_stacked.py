@@ -10,8 +10,10 @@ from torch import nn
 
 from weightclip_studies.printed import (
     clip_weights,
+    dpsgd_step,
     lip_step,
     stacked_clip_weights,
+    stacked_dpsgd_step,
     stacked_lip_step,
     stacked_poisson,
 )
@@ -55,6 +57,35 @@ def test_stacked_step_is_each_single_step(fixed: bool) -> None:
             torch.testing.assert_close(weights[k][r], model[int(name)].weight.detach(), rtol=1e-5, atol=1e-8)
             torch.testing.assert_close(grads_w[k][r], means[f"{name}.weight"], rtol=1e-5, atol=1e-8)
             torch.testing.assert_close(grads_b[k][r], means[f"{name}.bias"], rtol=1e-5, atol=1e-8)
+
+
+def test_stacked_step_of_algorithm_2_is_each_single_step() -> None:
+    models = networks()
+    weights, biases = stack(models)
+    C = torch.tensor([0.1, 0.5, 1.0, 50.0], dtype=torch.double)  # some clip all records, the last none
+    X, y = torch.randn(60, 5, dtype=torch.double), torch.randint(0, 3, (60,))
+    indices, mask = stacked_poisson(60, torch.tensor([0.05, 0.2, 0.5, 1.0]), generator(1))
+    quiet = torch.zeros(R, dtype=torch.double)
+    found = stacked_dpsgd_step(
+        weights, biases, X[indices], y[indices], mask, max_gradient_norm=C, noise_multiplier=quiet
+    )
+    for r, model in enumerate(models):
+        batch = indices[r][mask[r]]
+        means = dpsgd_step(model, X[batch], y[batch], max_gradient_norm=float(C[r]), noise_multiplier=0.0).means
+        for k, name in enumerate(("0", "2")):
+            torch.testing.assert_close(found[0][k][r], means[f"{name}.weight"], rtol=1e-5, atol=1e-8)
+            torch.testing.assert_close(found[1][k][r], means[f"{name}.bias"], rtol=1e-5, atol=1e-8)
+    sigma = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.double)
+    still = [torch.zeros_like(w) for w in weights], [torch.zeros_like(b) for b in biases]
+    x, t, all_of_them = X[: R * 2].view(R, 2, 5), y[: R * 2].view(R, 2), torch.ones(R, 2, dtype=torch.bool)
+    noisy = [
+        stacked_dpsgd_step(
+            *still, x, t, all_of_them, max_gradient_norm=C, noise_multiplier=sigma, generator=generator(s)
+        )
+        for s in range(300)
+    ]
+    draws = torch.stack([step[0][0] for step in noisy])  # weights of zero: the first layer gets nothing but noise
+    torch.testing.assert_close(draws.std(dim=(0, 2, 3)), sigma * C / 2, rtol=0.05, atol=0)
 
 
 def test_noise_follows_each_runs_printed_scale() -> None:

@@ -15,10 +15,12 @@ from weightclip_studies.tables._output import _short, markdown, read_json, write
 from weightclip_studies.tables._report import write_report
 from weightclip_studies.tables._runs import prepare
 from weightclip_studies.tables._search import Chosen
+from weightclip_studies.tables._settings import settings_for
 from weightclip_studies.tables._store import Store
 from weightclip_studies.tables._tables import COLUMNS, judged_again, table_rows, verdicts
 
-LEVELS = {"dp-sgd": 0.80, "lip-published": 0.82, "fix-lip-published": 0.7, "lip-weights": 0.78, "lip-factors": 0.85,
+LEVELS = {"dp-sgd": 0.80, "dp-sgd-published": 0.81, "lip-published": 0.82,
+          "fix-lip-published": 0.7, "lip-weights": 0.78, "lip-factors": 0.85,
           "joint-cap": 0.849, "fix-lip": 0.75, "non-private": 0.9, "majority": 0.6}  # fmt: skip
 PAIRS = [(m, False) for m in LEVELS if m != "majority"] + [("dp-sgd", True), ("lip-factors", True)]
 
@@ -109,6 +111,17 @@ def test_files_are_written_again_from_what_is_there(rows, tmp_path: Path):
     assert {r.parameters for r in again if r.dataset == "dropout"} == {(features + 1) * 16 + 17 * 2}
     text = markdown(again, verdicts(again, chosen()), "x")
     assert f" | {(features + 1) * 16 + 17 * 2} |" in text and "140 to 2,120 in the paper" in text
+
+
+def test_algorithm_2_as_printed_borrows_the_settings_of_dp_sgd(rows):
+    settings = chosen()["dropout"]
+    own = settings.pop("dp-sgd-published")
+    assert settings_for(settings, "dp-sgd-published", False) is settings["dp-sgd"]
+    assert settings_for(settings, "dp-sgd-published", True) is settings["dp-sgd+gn"]
+    assert settings_for(settings | {"dp-sgd-published": own}, "dp-sgd-published", False) is own
+    assert settings_for(settings, "fix-lip", True) is None
+    row = next(r for r in rows if r.method == "dp-sgd-published")
+    assert "claimed" in row.covered and row.mark == "" and row.paper == 0.773
 
 
 def test_a_claimed_epsilon_is_not_ranked(tmp_path: Path, monkeypatch):

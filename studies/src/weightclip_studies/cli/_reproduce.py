@@ -94,7 +94,10 @@ def tables(
     workers: Annotated[int, typer.Option(help="Processes.", min=1)] = 2,
     beside: Annotated[bool, typer.Option(help="Also the tables by PLD and with public feature ranges.")] = True,
     again: Annotated[
-        bool, typer.Option("--again", help="Train nothing: write the files anew from the table1.json already there.")
+        bool,
+        typer.Option(
+            "--again", help="Keep the rows of table1.json: train only methods that it lacks, and write the files anew."
+        ),
     ] = False,
     quick: QuickOption = False,
     as_json: JsonOption = False,
@@ -117,8 +120,11 @@ def tables(
         if not (folder / "table1.json").exists():
             raise WeightclipError(f"--again: there is no table1.json in {folder}: run without it first.")
         known, made = read_json(folder / "table1.json")
-        rows = judged_again(known)
-        written = write_all(rows, verdicts(rows, load_chosen(settings)), folder, command, made)
+        chosen, have = load_chosen(settings), {(row.method, row.group_norm) for row in known}
+        new = [pair for pair in combinations() if pair not in have]
+        more = table_rows(Store(store), chosen, names, new, seeds=seeds, progress=say) if new else []
+        rows = judged_again([*known, *(row for row in more if (row.method, row.group_norm) in new)])
+        written = write_all(rows, verdicts(rows, chosen), folder, command, made)
         typer.echo(json.dumps({"files": [str(p) for p in written]}) if as_json else f"written to {folder}")
         return
     seeds = min(seeds, 3) if quick else seeds

@@ -39,6 +39,7 @@ from weightclip_studies.printed._algorithms import power_iteration as power_iter
 from weightclip_studies.printed._algorithms import published_sensitivities as published_sensitivities
 from weightclip_studies.printed._opacus import OpacusDPSGD as OpacusDPSGD
 from weightclip_studies.printed._stacked import stacked_clip_weights as stacked_clip_weights
+from weightclip_studies.printed._stacked import stacked_dpsgd_step as stacked_dpsgd_step
 from weightclip_studies.printed._stacked import stacked_lip_step as stacked_lip_step
 from weightclip_studies.printed._stacked import stacked_poisson as stacked_poisson
 from weightclip_studies.printed._trainers import CLAIM_NOTE as CLAIM_NOTE

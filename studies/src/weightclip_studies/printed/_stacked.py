@@ -1,4 +1,4 @@
-"""Algorithm 1 as printed, for many dense networks at once: weights stacked over runs, one batched product per layer.
+"""Algorithms 1 and 2 as printed, for many dense networks at once: weights stacked over runs, batched products.
 
 Pure functions over tensors whose first dimension counts runs (seeds or settings), so that a search over the printed
 algorithm costs little more than one run. They share every flaw listed in :mod:`weightclip_studies.printed`.
@@ -133,3 +133,62 @@ def stacked_lip_step(
 
     K = len(Ws)
     return [release(k, sums[k]) for k in range(K)], [release(k, sums[K + k]) for k in range(K)]
+
+
+def stacked_dpsgd_step(
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    *,
+    max_gradient_norm: Tensor,
+    noise_multiplier: Tensor,
+    between: Callable[[Tensor], Tensor] = torch.relu,
+    loss: PerRecord = cross_entropy,
+    generator: torch.Generator | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The noisy gradients of Algorithm 2 for every run: each *layer* of a record clipped to C, noise sigma C on each.
+
+    A record's gradient of a dense layer is the product of its input (with the bias's 1) and its cotangent, so that its
+    norm is the product of theirs and no gradient of a single record is formed.
+
+    Formal guarantees: none; what the algorithm reports is a *claimed* epsilon.
+
+    Args:
+        weights: Per layer, R x out x in.
+        biases: Per layer, R x out.
+        inputs: R x B x d.
+        targets: R x B.
+        mask: R x B, false for padding.
+        max_gradient_norm: C of each run (R).
+        noise_multiplier: sigma of each run (R).
+        between: What stands between two dense layers, acting on (records x width).
+        loss: Loss per record.
+        generator: Source of the noise.
+
+    Returns:
+        Gradients of the weights and of the biases, per layer.
+    """
+    runs, batch = mask.shape
+    h, seen, outputs = inputs, [], []
+    for k, (W, b) in enumerate(zip(weights, biases, strict=True)):
+        if k:
+            h = between(h.flatten(0, 1)).view(runs, batch, -1)
+        seen.append(h.detach())
+        h = torch.baddbmm(b.detach()[:, None], h, W.detach().mT)
+        if k == 0:
+            h.requires_grad_()  # cotangents are asked for from here on
+        outputs.append(h)
+    total = (loss(h.flatten(0, 1), targets.flatten()) * mask.flatten()).sum()
+    cotangents = torch.autograd.grad(total, outputs)
+    C, size, std = max_gradient_norm, mask.sum(1), noise_multiplier * max_gradient_norm
+    grads_w, grads_b = [], []
+    for x, delta in zip(seen, cotangents, strict=True):
+        norm = (x.square().sum(2) + 1).sqrt() * delta.norm(dim=2)
+        delta = delta * (C[:, None] / norm.clamp_min(1e-30)).clamp_max(1.0)[:, :, None]
+        for found, g in ((grads_w, delta.mT @ x), (grads_b, delta.sum(1))):
+            shape = (runs,) + (1,) * (g.dim() - 1)
+            noise = std.view(shape) * torch.randn(g.shape, generator=generator).to(g)
+            found.append((g + noise) / size.view(shape))
+    return grads_w, grads_b

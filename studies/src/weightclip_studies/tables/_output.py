@@ -19,6 +19,7 @@ from ._tables import COLUMNS, TableRow, Verdict
 
 LABELS = {
     "dp-sgd": "DP-SGD",
+    "dp-sgd-published": "DP-SGD, printed (claimed ε)",
     "lip-published": "Lip-DP-SGD, printed (claimed ε)",
     "fix-lip-published": "Fix-Lip-DP-SGD, printed (claimed ε)",
     "lip-weights": "sound, weights only",
@@ -29,7 +30,8 @@ LABELS = {
     "majority": "majority class",
 }
 COLOURS = {
-    "dp-sgd": "#c4372c", "lip-published": "#a9b4c2", "fix-lip-published": "#c9ced6", "lip-weights": "#7fb2d9",
+    "dp-sgd": "#c4372c", "dp-sgd-published": "#dfb0ab", "lip-published": "#a9b4c2",
+    "fix-lip-published": "#c9ced6", "lip-weights": "#7fb2d9",
     "lip-factors": "#1f5fa8", "joint-cap": "#2a8f6d", "fix-lip": "#b59ad0", "non-private": "#555555",
     "majority": "#999999",
 }  # fmt: skip

@@ -41,6 +41,7 @@ PAPER_SIZES = "140 to 2,120"
 
 _COLUMN = {
     "dp-sgd": 0,
+    "dp-sgd-published": 0,
     "lip-published": 1,
     "lip-weights": 1,
     "lip-factors": 1,

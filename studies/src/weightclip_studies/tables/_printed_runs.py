@@ -1,4 +1,4 @@
-"""The printed Lip-DP-SGD and Fix-Lip-DP-SGD, trained in stacks for the tables. Their ε is *claimed*, nothing more."""
+"""The printed Lip-DP-SGD, Fix-Lip-DP-SGD and DP-SGD, in stacks for the tables. Their ε is *claimed*, nothing more."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weightclip_studies.printed import stacked_clip_weights, stacked_lip_step, stacked_poisson
+from weightclip_studies.printed import stacked_clip_weights, stacked_dpsgd_step, stacked_lip_step, stacked_poisson
 
 from ._stacked import GroupNorm, normalise
 
 
 @dataclass(frozen=True)
 class PrintedSettings:
-    """One run of Algorithm 1.
+    """One run of Algorithm 1, or of Algorithm 2 where ``clip`` is given.
 
     Attributes:
         width: Hidden units.
@@ -32,6 +32,7 @@ class PrintedSettings:
         sigma: Claimed noise multiplier.
         fixed: Fix-Lip-DP-SGD.
         norm: Group normalisation, whose gain the paper counts as 1.
+        clip: Of each layer's gradient, for Algorithm 2: weights are then left alone.
     """
 
     width: int
@@ -44,6 +45,7 @@ class PrintedSettings:
     averaging: float = 0.0
     fixed: bool = False
     norm: GroupNorm | None = None
+    clip: float | None = None
 
 
 def train_printed(
@@ -55,7 +57,7 @@ def train_printed(
     """
     stacks: dict[tuple, list[int]] = defaultdict(list)
     for i, s in enumerate(settings):
-        stacks[(s.width, s.batch, s.steps, s.fixed, s.norm.groups if s.norm else 0)].append(i)
+        stacks[(s.width, s.batch, s.steps, s.fixed, s.norm.groups if s.norm else 0, s.clip is None)].append(i)
     results: list[list[list[Tensor]]] = [[] for _ in settings]
     inputs, labels = torch.as_tensor(X, dtype=torch.float32), torch.as_tensor(y).long()
     for members in stacks.values():
@@ -89,7 +91,8 @@ def _stack(
         for shape, fan in zip(shapes, fans, strict=True)
     ]
     weights, biases = params[0::2], params[1::2]
-    sigma, C = vector(s.sigma for s in settings), vector(s.weight_norm for s in settings)
+    sigma = vector(s.sigma for s in settings)
+    C = vector(s.weight_norm if s.clip is None else s.clip for s in settings)
     lr, final = vector(s.lr for s in settings), vector(s.final_lr for s in settings)
     keep = vector(s.averaging for s in settings)
     alpha = vector(s.norm.alpha if s.norm else 1.0 for s in settings)[:, None, None, None]
@@ -100,6 +103,8 @@ def _stack(
         return normalise(z.view(runs, -1, z.shape[1]), first.norm.groups, alpha)[0].relu().flatten(0, 1)
 
     def clip() -> Tensor:
+        if first.clip is not None:
+            return C
         return stacked_clip_weights(weights, biases, C, fixed=first.fixed, generator=generator)
 
     gains = clip()
@@ -111,10 +116,13 @@ def _stack(
         size = max(len(batch) for batch in batches)
         index = spread([F.pad(batch, (0, size - len(batch))) for batch in batches])
         mask = spread([torch.arange(size) < len(batch) for batch in batches])
-        gw, gb = stacked_lip_step(
-            weights, biases, X[index], y[index], mask,
-            gains=gains, tau=math.sqrt(2), noise_multiplier=sigma, between=between, generator=generator,
-        )  # fmt: skip
+        batch = (weights, biases, X[index], y[index], mask)
+        if first.clip is None:
+            gw, gb = stacked_lip_step(*batch, gains=gains, tau=math.sqrt(2), noise_multiplier=sigma, between=between,
+                                      generator=generator)  # fmt: skip
+        else:
+            gw, gb = stacked_dpsgd_step(*batch, max_gradient_norm=C, noise_multiplier=sigma, between=between,
+                                        generator=generator)  # fmt: skip
         step = lr * (1 - (1 - final) * t / first.steps)
         for p, (m, v), g in zip(params, moments, _interleave(gw, gb), strict=True):
             shape = (-1,) + (1,) * (p.dim() - 1)

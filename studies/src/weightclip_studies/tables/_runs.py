@@ -270,12 +270,13 @@ def _printed(prepared, method, group_norm, configs, seeds, X, y, target, account
                 batch=int(batch),
                 steps=steps,
                 lr=config["lr"],
-                weight_norm=config["weight_norm"],
+                weight_norm=config.get("weight_norm", 1.0),
                 sigma=cost["sigma"],
                 final_lr=config.get("final_lr", 1.0),
                 averaging=config.get("averaging", 0.0),
                 fixed=method == "fix-lip-published",
                 norm=_norm(config, group_norm),
+                clip=config["clip"] if method == "dp-sgd-published" else None,
             )  # fmt: skip
         )
         costs.append(cost)

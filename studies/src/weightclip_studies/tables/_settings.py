@@ -52,6 +52,14 @@ def load_chosen(path: Path | None = None) -> dict[str, dict[str, Chosen]]:
     }
 
 
+def settings_for(by_name: Mapping[str, Chosen], method: str, group_norm: bool) -> Chosen | None:
+    """A method's chosen settings; Algorithm 2 as printed has DP-SGD's, unless it was searched itself."""
+    found = by_name.get(name_of(method, group_norm))
+    if found is None and method == "dp-sgd-published":
+        return by_name.get(name_of("dp-sgd", group_norm))
+    return found
+
+
 def adopt(path: Path) -> Path:
     """Make the settings in a file those of the package (in a checkout); the file is read and checked first."""
     load_chosen(path)

@@ -19,7 +19,7 @@ from weightclip.errors import WeightclipError
 Config = dict[str, Any]
 
 SOUND = ("lip-weights", "lip-factors", "joint-cap", "fix-lip")
-PRINTED_METHODS = ("lip-published", "fix-lip-published")
+PRINTED_METHODS = ("dp-sgd-published", "lip-published", "fix-lip-published")
 PRIVATE = ("dp-sgd", *PRINTED_METHODS, *SOUND)
 METHODS = (*PRIVATE, "non-private", "majority")
 """In the order of the tables."""
@@ -156,7 +156,7 @@ def our_space(method: str, records: int, group_norm: bool = False) -> Space:
     if group_norm:
         structure["group_size"] = Choice((4, 8))  # a group of one unit would be constant
         fine["alpha"] = Range(0.05, 1.0)
-    if method == "dp-sgd":
+    if method in ("dp-sgd", "dp-sgd-published"):
         fine["clip"] = Range(0.03, 5.0)
     elif method in PRINTED_METHODS:
         fine["weight_norm"] = Range(0.3, 15.0)
@@ -190,7 +190,7 @@ def paper_space(method: str, group_norm: bool = False) -> Space:
     if group_norm:
         structure["group_size"] = Choice((4, 8))
         fine["relative_alpha"] = Range(0.1, 1.0)  # times 1/|group|
-    if method == "dp-sgd":
+    if method in ("dp-sgd", "dp-sgd-published"):
         fine["clip"] = Range(1.0, 15.0)
     elif method in (*PRINTED_METHODS, "lip-weights", "fix-lip", "lip-factors"):
         fine["weight_norm"] = Range(1.0, 15.0)

@@ -16,7 +16,7 @@ from ._metrics import Array, holm, wilcoxon_p
 from ._paper import best_lip, paper_accuracy, printed
 from ._runs import Prepared, compute_runs, prepare, run_key
 from ._search import Chosen, best_variant
-from ._settings import combinations, name_of, parse_name
+from ._settings import combinations, name_of, parse_name, settings_for
 from ._space import METHODS, PRINTED_METHODS, SOUND
 from ._store import Store
 
@@ -134,7 +134,7 @@ def table_rows(
     for dataset in datasets or sets.names():
         raw: dict[tuple[str, bool], list[dict[str, Any]]] = {}
         for method, group_norm in [*pairs, ("majority", False)]:
-            entry = chosen.get(dataset, {}).get(name_of(method, group_norm))
+            entry = settings_for(chosen.get(dataset, {}), method, group_norm)
             if entry is None and method != "majority":
                 continue
             config = entry.config if entry is not None else {}
@@ -147,8 +147,7 @@ def table_rows(
                 median = np.median([v["accuracy"] for v in raw[method, group_norm]])
                 progress(f"{dataset} {name_of(method, group_norm)}: median accuracy {median:.4f}")
         rows += _summarise(dataset, raw, chosen.get(dataset, {}), encoding, accountant)
-    order = {method: i for i, method in enumerate(METHODS)}
-    return sorted(rows, key=lambda r: (r.dataset, order[r.method], r.group_norm))
+    return _ordered(rows)
 
 
 def _summarise(
@@ -163,11 +162,10 @@ def _summarise(
     marks, rows = _marks(accuracies), []
     for (method, group_norm), values in raw.items():
         a = accuracies[method, group_norm]
-        base = accuracies.get(("dp-sgd", group_norm))
         trained = method not in ("majority", "non-private")
-        p = wilcoxon_p(a, base) if trained and method != "dp-sgd" and base is not None else None
+        p = _against_dp_sgd(method, group_norm, accuracies)
         first = values[0]
-        entry = chosen.get(name_of(method, group_norm))
+        entry = settings_for(chosen, method, group_norm)
         rows.append(
             TableRow(
                 dataset=dataset,
@@ -220,17 +218,29 @@ def _size(prepared: Prepared, config: Mapping[str, Any]) -> int | None:
 
 
 def judged_again(rows: Sequence[TableRow]) -> list[TableRow]:
-    """Rows of an earlier run with the marks and sizes of today; nothing is trained."""
-    marks = {
-        dataset: _marks({(r.method, r.group_norm): np.array(r.accuracies) for r in rows if r.dataset == dataset})
-        for dataset in dict.fromkeys(r.dataset for r in rows)
-    }
-    return [
-        replace(
-            r, mark=marks[r.dataset].get((r.method, r.group_norm), ""), parameters=_size(prepare(r.dataset), r.config)
-        )
-        for r in rows
-    ]
+    """Rows of earlier runs with the tests, marks and sizes of today, in the order of the tables; nothing is trained."""
+    result = []
+    for dataset in dict.fromkeys(r.dataset for r in rows):
+        mine = {(r.method, r.group_norm): r for r in rows if r.dataset == dataset}
+        accuracies, prepared = {pair: np.array(r.accuracies) for pair, r in mine.items()}, prepare(dataset)
+        marks = _marks(accuracies)
+        for pair, row in mine.items():
+            p = _against_dp_sgd(*pair, accuracies)
+            size = _size(prepared, row.config)
+            result.append(replace(row, wilcoxon_p=p, mark=marks.get(pair, ""), parameters=size))
+    return _ordered(result)
+
+
+def _against_dp_sgd(method: str, group_norm: bool, accuracies: Mapping[tuple[str, bool], Array]) -> float | None:
+    base = accuracies.get(("dp-sgd", group_norm))
+    if method in ("majority", "non-private", "dp-sgd") or base is None:
+        return None
+    return wilcoxon_p(accuracies[method, group_norm], base)
+
+
+def _ordered(rows: Iterable[TableRow]) -> list[TableRow]:
+    order = {method: i for i, method in enumerate(METHODS)}
+    return sorted(rows, key=lambda r: (r.dataset, order[r.method], r.group_norm))
 
 
 def _mean(values: Sequence[dict[str, Any]], name: str) -> float:
