@@ -76,7 +76,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Median over layers and data sets of each kind of network, with the smallest and the largest."""
     found = []
     for kind in dict.fromkeys((r["network"].split()[0], r["weights"]) for r in rows):
-        line = dict(zip(("network", "weights"), kind, strict=True))
+        line: dict[str, str] = {"network": kind[0], "weights": kind[1]}
         for column in (*(f"p={p:g}" for p in EXPONENTS), "hoelder/p=2"):
             values = [float(r[column]) for r in rows if (r["network"].split()[0], r["weights"]) == kind]
             line[column] = f"{statistics.median(values):.2g} ({min(values):.2g}–{max(values):.4g})"
