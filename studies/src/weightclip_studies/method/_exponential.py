@@ -75,7 +75,8 @@ def _accuracy(model: MLP, x: Tensor, y: Tensor) -> float:
 def exponential_study(
     out: Path, *, datasets: tuple[str, ...] = ("breast_cancer", "dropout"), hidden: tuple[int, ...] = (0, 8),
     epsilon: float = 2.0, delta: float = 1e-5, q: float = 0.25, steps: int = 20,
-    lrs: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3), seeds: int = 5, say: Callable[[str], None] = lambda line: None,
+    lrs: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0), seeds: int = 5,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[Path]:  # fmt: skip
     """results/method/exponential.csv: test accuracy, the learning rate chosen on validation records within each row."""
     pure = 1 / calibrate_epsilon0(epsilon, delta, q, steps, "pld", Adjacency.ADD_OR_REMOVE_ONE)
