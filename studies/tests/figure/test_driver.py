@@ -119,6 +119,13 @@ def test_the_clock_stops_it_and_a_cut_row_is_left_out(tmp_path, monkeypatch) -> 
     assert len(again.rows) == 1 and again.run([CELL]) and len(trained) == 1
 
 
+def test_processes_may_share_a_folder(tmp_path, monkeypatch) -> None:
+    one, other = (follow(monkeypatch, tmp_path, trials=1, seeds=1)[0] for _ in range(2))
+    assert one.run([CELL]) and other.run([Cell("mnist", "caps", 3.0)])
+    all_of_them = follow(monkeypatch, tmp_path)[0].rows
+    assert [r["recipe"]["method"] for r in all_of_them] == ["joint", "caps"]
+
+
 def test_missing_packages_are_told_before_anything_runs(tmp_path, monkeypatch) -> None:
     figure, _, _ = follow(monkeypatch, tmp_path, trials=1)
     monkeypatch.setattr(_driver.importlib.util, "find_spec", lambda name: None if name == "opacus" else 1)

@@ -35,6 +35,8 @@ Row = dict[str, Any]
 class Figure:
     """Runs of the figure; each finished one is a row of ``out/figure.jsonl``, and none is made twice.
 
+    Processes that make different methods or data sets may share a folder: a row is one short write at the file's end.
+
     Attributes:
         out: Folder of rows, noise multipliers, checkpoints and ledgers.
         device: cpu or cuda.
