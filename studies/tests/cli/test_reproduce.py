@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from weightclip.errors import WeightclipError
 from weightclip_studies.cli._reproduce import app
 from weightclip_studies.cli._tune import tune
 from weightclip_studies.tables._search import QUICK, Chosen
@@ -43,7 +44,12 @@ def test_tables_then_report(tmp_path: Path, settings: Path):
     assert summary["data_sets"] == 1
     with (out / "table1.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert {r["method"] for r in rows} == {*CONFIGS, "majority"}
+    assert {r["method"] for r in rows} == {*CONFIGS, "dp-sgd-published", "majority"}  # which has dp-sgd's settings
+    before = (out / "table1.csv").read_bytes()
+    again = CliRunner().invoke(app, [*arguments, "--again"])
+    assert again.exit_code == 0 and (out / "table1.csv").read_bytes() == before
+    nothing = CliRunner().invoke(app, [*arguments, "--again", "--out", str(tmp_path / "empty")])
+    assert isinstance(nothing.exception, WeightclipError) and "no table1.json" in str(nothing.exception)
     assert (out / "table1_pld.csv").exists() and (out / "table1_public.csv").exists()
     before = (out / "table1.csv").read_bytes()
     assert CliRunner().invoke(app, arguments).exit_code == 0
