@@ -38,7 +38,7 @@ def predict(
     tensors, pipeline, _ = _folder.load(model)
     fitted = Model.load(tensors, pipeline)
     if "text" in pipeline:
-        source = from_pipeline(source, pipeline["text"])
+        source = from_pipeline(source, pipeline["text"], tensors)
     if proba and fitted.task != "classification":
         raise WeightclipError(f"--proba: {model} predicts numbers, not classes.")
     if out is None:

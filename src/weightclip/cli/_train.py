@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,9 @@ def train(
         str | None, typer.Option(help="column of text, read through --encoder; columns besides it are left out")
     ] = None,
     encoder: Annotated[str, typer.Option(help="public sentence encoder for --text: minilm")] = "minilm",
+    finetune: Annotated[str | None, typer.Option(help="train the encoder too: lora (low-rank updates)")] = None,
+    rank: Annotated[int | None, typer.Option(help="rank of the updates of --finetune lora (default 8)")] = None,
+    tokens: Annotated[int | None, typer.Option(help="tokens of a text that --finetune reads (default 64)")] = None,
     hidden: Annotated[str | None, typer.Option(help="hidden widths like 32,16; 'none' for a linear model")] = None,
     epochs: Annotated[float | None, typer.Option(help="passes over the data")] = None,
     public_scaling: Annotated[bool, typer.Option(help="scale by public ranges alone, pay nothing for it")] = False,
@@ -54,7 +58,7 @@ def train(
     """Train a private model on a table and write a model folder.
 
     Example: weightclip train data.csv --target income --epsilon 1 --out model/
-    Example: weightclip train reviews.csv --text review --target label --epsilon 3 --out model/
+    Example: weightclip train reviews.csv --text review --target label --epsilon 3 --out model/ --finetune lora
     """
     from weightclip.noise import Streams
     from weightclip.tabular import (
@@ -70,7 +74,7 @@ def train(
     from weightclip.tabular import defaults as _defaults
     from weightclip.tabular import files as _files
     from weightclip.tabular import folder as _folder
-    from weightclip.text import TextFile, load_encoder
+    from weightclip.text import TextFile, TokenFile, fit_lora, load_encoder
 
     regression = _task(task)
     if public_scaling and non_private_scaling:
@@ -79,6 +83,7 @@ def train(
     _check_settings(accountant, epochs, seed, hidden)
     if text is not None and (public_scaling or non_private_scaling or categorical):
         raise WeightclipError("--text reads one column by a public scale: leave scaling options and --categorical out.")
+    lora = _finetuned(finetune, rank, tokens, text, regression, hidden, ledger, resume)
     known = _schema(schema, classes, target_range, ignore, categorical, target)
     if regression and known.classes is not None:
         raise WeightclipError("--classes belongs to classification; for a numeric target give --target-range.")
@@ -92,7 +97,10 @@ def train(
         source: _files.Source = _files.File(data, delimiter)
         how = NonPrivateScaling() if non_private_scaling else PublicScaling() if public_scaling else PrivateScaling()
         if text is not None:
-            source = TextFile(source, text, load_encoder(encoder), lambda done: bar.update(reading, completed=done))
+            public, kind = load_encoder(encoder), TextFile
+            if lora is not None:
+                public, kind = replace(public, longest=lora.tokens), TokenFile
+            source = kind(source, text, public, lambda done: bar.update(reading, completed=done))
             known, how = source.schema(known, target), PublicScaling(pieces=1)
         try:
             loaded = _files.load(source, target, known, regression)
@@ -130,6 +138,7 @@ def train(
             not_covered=tuple(notes), records=n, ledger=ledger,
             checkpoint=None if kept is None else Checkpoint(kept, _options(locals())),
         ).counted()  # fmt: skip
+        updates: dict[str, Any] = {}  # of a fine-tuned encoder
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if n * epsilon < 200:
@@ -148,11 +157,16 @@ def train(
                     warnings.warn(
                         f"{len(loaded.classes)} classes share one budget: expect little accuracy.", stacklevel=1
                     )
-                model, report, _ = fit_classifier(loaded.table, loaded.codes(), loaded.classes, target, plan)
+                labels = loaded.codes(), loaded.classes, target
+                if isinstance(source, TokenFile) and lora is not None:
+                    tuned = fit_lora(loaded.table.values, *labels, source.text, source.encoder, lora, plan)
+                    model, report, updates = tuned.model, tuned.report, tuned.update.tensors()
+                else:
+                    model, report, _ = fit_classifier(loaded.table, *labels, plan)
         pipeline = model.pipeline()
         if isinstance(source, TextFile):
-            pipeline["text"] = source.described()
-        _folder.save(out, model.tensors(), pipeline, report, overwrite=overwrite)
+            pipeline["text"] = {**source.described(), **({} if lora is None else {"lora": lora.described()})}
+        _folder.save(out, {**model.tensors(), **updates}, pipeline, report, overwrite=overwrite)
         if kept is not None:
             shutil.rmtree(kept, ignore_errors=True)
     for warning in caught:
@@ -180,6 +194,31 @@ def _resumable(out: Path, ledger: Path | None, resume: bool, unpaid: bool) -> Pa
     return kept
 
 
+def _finetuned(
+    what: str | None, rank: int | None, tokens: int | None, text: str | None, regression: bool, hidden: str | None,
+    ledger: Path | None, resume: bool,
+):  # fmt: skip
+    """What is trained of the encoder; None where it stays as it is."""
+    if what is None:
+        if rank is not None or tokens is not None:
+            raise WeightclipError("--rank and --tokens belong to --finetune lora.")
+        return None
+    from weightclip.text import Lora
+
+    if what != "lora":
+        raise WeightclipError(f"--finetune must be lora, got {what!r}; leave it out to keep the encoder as it is.")
+    if text is None:
+        raise WeightclipError("--finetune trains the encoder of a text column: name the column by --text.")
+    if regression:
+        raise WeightclipError("--finetune trains classifiers: leave it out for --task regression.")
+    if hidden is not None:
+        raise WeightclipError("--finetune puts one layer on the encoder: leave --hidden out.")
+    if ledger is not None or resume:
+        raise WeightclipError("--finetune keeps no ledger and cannot be resumed: leave --ledger and --resume out.")
+    chosen = {name: value for name, value in (("rank", rank), ("tokens", tokens)) if value is not None}
+    return Lora(**chosen)
+
+
 def _options(given: dict[str, Any]) -> str:
     """What a run is resumed with must be what it was started with."""
     names = ("target", "epsilon", "delta", "task", "known", "hidden", "epochs", "n", "how", "seed", "accountant")
@@ -193,8 +232,6 @@ def _task(task: str) -> bool:
 
 
 def _schema(path, classes, target_range, ignore, categorical, target: str):
-    from dataclasses import replace
-
     from weightclip.tabular import Column, Schema
 
     known = Schema() if path is None else Schema.read(path)

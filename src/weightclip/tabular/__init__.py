@@ -23,6 +23,7 @@ from weightclip.tabular._columns import canonical as canonical
 from weightclip.tabular._door import Door as Door
 from weightclip.tabular._encoder import Encoder as Encoder
 from weightclip.tabular._encoder import Fitted as Fitted
+from weightclip.tabular._encoder import fit_public as fit_public
 from weightclip.tabular._fit import fit_classifier as fit_classifier
 from weightclip.tabular._fit import fit_regressor as fit_regressor
 from weightclip.tabular._importances import Importances as Importances
@@ -39,8 +40,10 @@ from weightclip.tabular._plan import PublicScaling as PublicScaling
 from weightclip.tabular._private import release as release
 from weightclip.tabular._regressor import LipDPRegressor as LipDPRegressor
 from weightclip.tabular._report import mechanisms_of as mechanisms_of
+from weightclip.tabular._report import privacy_report as privacy_report
 from weightclip.tabular._report import recompute as recompute
 from weightclip.tabular._report import searched_epsilon as searched_epsilon
+from weightclip.tabular._report import settings_json as settings_json
 from weightclip.tabular._resume import Checkpoint as Checkpoint
 from weightclip.tabular._search import SearchPlan as SearchPlan
 from weightclip.tabular._search import Task as Task
@@ -50,3 +53,8 @@ from weightclip.tabular._search import search as search
 from weightclip.tabular._table import Table as Table
 from weightclip.tabular._table import frame_columns as frame_columns
 from weightclip.tabular._table import to_values as to_values
+from weightclip.tabular._training import UNKNOWN as UNKNOWN
+from weightclip.tabular._training import Budget as Budget
+from weightclip.tabular._training import Run as Run
+from weightclip.tabular._training import Settings as Settings
+from weightclip.tabular._training import root_generator as root_generator

@@ -248,6 +248,8 @@ class LipDP(BaseEstimator):
     def load(cls, folder: str | Path):
         """Read what `save` wrote, after checking every file; runs no code from it."""
         tensors, pipeline, report = _folder.load(folder)
+        if "lora" in pipeline.get("text", ()):
+            raise WeightclipError(f"model {folder} reads text through an encoder of its own: use weightclip predict.")
         model = Model.load(tensors, pipeline)
         wanted = "classification" if issubclass(cls, ClassifierMixin) else "regression"
         if model.task != wanted:

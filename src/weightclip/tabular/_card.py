@@ -18,7 +18,9 @@ def model_card(pipeline: dict[str, Any], report: dict[str, Any]) -> str:
         f"network: dense, hidden layers {pipeline['hidden'] or 'none'}, {pipeline['outputs']} output(s)",
     ]
     if (text := pipeline.get("text")) is not None:
-        facts.append(f"text of column {one_line(text['column'])}, read through the encoder {one_line(text['encoder'])}")
+        tuned = f", fine-tuned by updates of rank {text['lora']['rank']}" if "lora" in text else ""
+        read = f"read through the encoder {one_line(text['encoder'])}{tuned}"
+        facts.append(f"text of column {one_line(text['column'])}, {read}")
     if task == "classification":
         shown = ", ".join(one_line(str(c)) for c in pipeline["classes"][:20])
         more = len(pipeline["classes"]) - 20

@@ -92,6 +92,15 @@ def _span(v: Any) -> bool:
     return isinstance(v, (list, tuple)) and len(v) == 2 and all(map(_number, v)) and v[0] <= v[1]
 
 
+def _text(v: Any) -> bool:
+    """How a text column is read: through which encoder, with updates of which rank on how many tokens if any."""
+    if not isinstance(v, dict) or set(v) - {"lora"} != {"column", "encoder", "sha256"}:
+        return False
+    lora = v.get("lora", {"rank": 1, "tokens": 3})
+    whole = isinstance(lora, dict) and set(lora) == {"rank", "tokens"} and all(_whole(n, 1) for n in lora.values())
+    return whole and 3 <= lora["tokens"] <= 256 and _texts([v[k] for k in ("column", "encoder", "sha256")])
+
+
 Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
 
 
@@ -206,10 +215,7 @@ _PIPELINE: Rules = {
     "classes": (_plains, "a list of labels"),
     "target_range": (_span, "two numbers [low, high]"),
     "named": (lambda v: isinstance(v, bool), "true or false"),
-    "text": (
-        lambda v: isinstance(v, dict) and set(v) == {"column", "encoder", "sha256"} and _texts(list(v.values())),
-        "an object with column, encoder and sha256",
-    ),
+    "text": (lambda v: _text(v), "an object with column, encoder and sha256 (and rank and tokens of a lora)"),
     "inputs": (lambda v: v is None or (_texts(v) and len(set(v)) == len(v)), "a list of column names"),
 }
 _SHIFT: Rules = {

@@ -197,7 +197,7 @@ def train(
             module=model, optimizer=optimizer, data_loader=DataLoader(TensorDataset(*tensors), batch_size=batch),
             criterion=loss, noise_multiplier=sigma, bounds=settings.bounds(), sample_rate=q, expected_batch_size=batch,
             max_physical_batch_size=_piece(batch, width), example=torch.zeros(2, width),
-            generator=_generator(streams),
+            generator=root_generator(streams, _ENGINE),
         )  # fmt: skip
         try:
             average = ParameterAverage(model, settings.averaging)
@@ -267,11 +267,11 @@ UNKNOWN = -100
 """Class index of a record that contributes nothing."""
 
 
-def _generator(streams: Streams) -> torch.Generator | None:
+def root_generator(streams: Streams, label: str) -> torch.Generator | None:
     """The engine's root, for experiments; None for the operating system's randomness."""
     if streams.is_secure:
         return None
-    return torch.Generator().manual_seed(int.from_bytes(streams.key(_ENGINE)[:8], "little"))
+    return torch.Generator().manual_seed(int.from_bytes(streams.key(label)[:8], "little"))
 
 
 def _piece(batch: int, width: int) -> int | None:

@@ -50,12 +50,14 @@ class TextEncoder:
         digest: SHA-256 of its weights: a model that was trained on one encoder predicts with no other.
         network: The network, in evaluation mode: token numbers and a mask in, a vector for each token out.
         tokenizer: From text to token numbers.
+        longest: Tokens that are read of a text; what follows is left out.
     """
 
     name: str
     digest: str
     network: torch.nn.Module
     tokenizer: Any
+    longest: int = _LONGEST
 
     @property
     def width(self) -> int:
@@ -64,7 +66,29 @@ class TextEncoder:
 
     def tokens(self, text: str) -> list[int]:
         """Numbers of a text's tokens, with the marks of beginning and end."""
-        return self.tokenizer.encode(text).ids
+        ids = self.tokenizer.encode(text).ids
+        return ids if len(ids) <= self.longest else [*ids[: self.longest - 1], ids[-1]]
+
+    def padded(self, texts: Iterable[str | None], shown: Callable[[int], None] | None = None) -> np.ndarray:
+        """Numbers of each text's tokens plus one, zeros behind its end and where it is missing or blank.
+
+        Args:
+            texts: The texts.
+            shown: Told after every text how many are done.
+
+        Returns:
+            # texts x longest, int32
+
+        Formal guarantees:
+            Row i is a function of text i and of the public tokenizer; its length is public.
+        """
+        rows = []
+        for i, text in enumerate(texts):
+            ids = [] if text is None or not text.strip() else self.tokens(text)
+            rows.append(np.pad(np.array(ids, dtype=np.int32) + 1, (0, self.longest - len(ids))))
+            if shown is not None:
+                shown(i + 1)
+        return np.stack(rows) if rows else np.zeros((0, self.longest), dtype=np.int32)
 
     def features(self, texts: Iterable[str | None], shown: Callable[[int], None] | None = None) -> np.ndarray:
         """Vectors of length one, the mean over each text's tokens; zeros where a text is missing or blank.

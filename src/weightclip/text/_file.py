@@ -14,9 +14,16 @@ from weightclip.errors import WeightclipError
 from weightclip.tabular import Column, Schema, canonical
 from weightclip.tabular.files import Block, File
 from weightclip.text._encoder import TextEncoder, load_encoder
+from weightclip.text._lora import Update
 
-RANGE = 0.15
-"""Public range of each number of a vector of length one over some hundred places; what lies beyond is cut."""
+RANGE, WHOLE = 0.15, 1.0
+"""Public ranges of each number of a vector of length one: of nearly all over some hundred places, what lies beyond is
+cut; and of all."""
+
+
+def feature_columns(text: str, width: int, reach: float) -> tuple[Column, ...]:
+    """Columns of the numbers that a text becomes, from -reach to reach."""
+    return tuple(Column(f"{text} #{j}", "numeric", -reach, reach) for j in range(width))
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +55,7 @@ class TextFile:
     @property
     def columns(self) -> tuple[Column, ...]:
         """The encoder's numbers, with their public range."""
-        return tuple(Column(f"{self.text} #{j}", "numeric", -RANGE, RANGE) for j in range(self.encoder.width))
+        return feature_columns(self.text, self.encoder.width, RANGE)
 
     def header(self) -> list[str]:
         """Names of its columns: other columns of the file come last."""
@@ -73,15 +80,15 @@ class TextFile:
 
     def blocks(self, columns: Sequence[str] | None = None) -> Iterator[Block]:
         """Rows, some at a time, by column name."""
-        others = [name for name in self.header()[self.encoder.width :] if columns is None or name in columns]
+        others = [name for name in self.header()[len(self.columns) :] if columns is None or name in columns]
         done = 0
         for block in self.file.blocks([self.text, *others]):
             raw = block[self.text]
             texts = [canonical(v) for v in (raw if isinstance(raw, list) else raw.tolist())]
             before = done
-            features = self.encoder.features(texts, lambda i: self._tell(before + i))  # noqa: B023
+            numbers = self._numbers(texts, lambda i: self._tell(before + i))  # noqa: B023
             done += len(texts)
-            named = {c.name: features[:, j].astype(np.float64) for j, c in enumerate(self.columns)}
+            named = {c.name: numbers[:, j].astype(np.float64) for j, c in enumerate(self.columns)}
             yield {**named, **{name: block[name] for name in others}}
 
     def schema(self, known: Schema, target: str) -> Schema:
@@ -90,20 +97,45 @@ class TextFile:
             raise WeightclipError(f"column {target!r} cannot be the text and the target.")
         if known.columns:
             raise WeightclipError(f"column {known.columns[0].name!r} is described, but --text reads one column alone.")
-        rest = tuple(name for name in self.header()[self.encoder.width :] if name != target)
+        rest = tuple(name for name in self.header()[len(self.columns) :] if name != target)
         return replace(known, columns=self.columns, ignore=rest)
 
     def described(self) -> dict[str, str]:
         """What a model folder keeps of it, so that prediction reads a table the same way."""
         return {"column": self.text, "encoder": self.encoder.name, "sha256": self.encoder.digest}
 
+    def _numbers(self, texts: list[str | None], shown: Callable[[int], None]) -> np.ndarray:
+        return self.encoder.features(texts, shown)
+
     def _tell(self, done: int) -> None:
         if self.shown is not None:
             self.shown(done)
 
 
-def from_pipeline(file: File, entry: Mapping[str, Any]) -> TextFile:
+@dataclass(frozen=True, eq=False)
+class TokenFile(TextFile):
+    """A file whose text is read as token numbers (`TextEncoder.padded`): what an encoder is fine-tuned on.
+
+    Formal guarantees:
+        A row's numbers are a function of its own text.
+    """
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Places of tokens."""
+        return tuple(Column(f"{self.text} #{j}", "numeric") for j in range(self.encoder.longest))
+
+    def _numbers(self, texts: list[str | None], shown: Callable[[int], None]) -> np.ndarray:
+        return self.encoder.padded(texts, shown)
+
+
+def from_pipeline(file: File, entry: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> TextFile:
     """The file as a model was trained to read it.
+
+    Args:
+        file: The file.
+        entry: What `TextFile.described` gave, with the rank of updates and the number of tokens where there are any.
+        tensors: The model's arrays: they hold the updates of a fine-tuned encoder.
 
     Raises:
         WeightclipError: The encoder is missing, or is not the one of training.
@@ -111,4 +143,7 @@ def from_pipeline(file: File, entry: Mapping[str, Any]) -> TextFile:
     encoder = load_encoder(str(entry["encoder"]))
     if encoder.digest != entry["sha256"]:
         raise WeightclipError(f"encoder {encoder.name!r} has other weights than the one this model was trained on.")
+    if "lora" in entry:
+        update = Update.read(tensors, int(entry["lora"]["rank"]))
+        encoder = update.applied(replace(encoder, longest=int(entry["lora"]["tokens"])))
     return TextFile(file, str(entry["column"]), encoder)
