@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,3 +48,12 @@ def install(folder: Path, patch: pytest.MonkeyPatch, seed: int = 0) -> TextEncod
     patch.setitem(ENCODERS, "tiny", Package(name, "tiny-encoder"))
     load_encoder.cache_clear()
     return load_encoder("tiny")
+
+
+def sentences(n: int, seed: int) -> tuple[tuple[str, ...], np.ndarray]:
+    """Texts that praise or do not, and which do."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 2, n)
+    words = [["good", "charming"], ["bad", "dull"]]
+    texts = [" ".join([*rng.choice(["film", "plot", "a", "the"], 3), *[rng.choice(words[1 - y])] * 3]) for y in labels]
+    return tuple(texts), labels

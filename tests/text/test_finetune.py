@@ -29,9 +29,10 @@ TINY = ["--encoder", "tiny", "--target", "label", "--epsilon", "8", "--seed", "0
 TUNE = ["--text", "review", "--finetune", "lora", *TINY]
 
 
-@pytest.fixture
-def encoder(tmp_path, monkeypatch):
-    return text_kit.install(tmp_path, monkeypatch)
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        yield text_kit.install(tmp_path_factory.mktemp("encoder"), patch)
 
 
 @pytest.fixture
@@ -48,10 +49,8 @@ def reviews(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory):
-    """One that was trained once; encoders of one seed are the same."""
-    with pytest.MonkeyPatch.context() as patch:
-        return fitted(text_kit.install(tmp_path_factory.mktemp("encoder"), patch), records=90)
+def tuned(encoder):
+    return fitted(encoder, records=90)
 
 
 def plan(**more) -> FitPlan:
@@ -190,7 +189,7 @@ def test_each_text_is_limited_over_head_and_updates_together(encoder):
 def test_wrong_options_are_answered_in_one_line(encoder, reviews, tmp_path, capsys, more, match):
     options = ["--encoder", "tiny", "--target", "label", "--epsilon", "8", "--out", tmp_path / "model"]
     fails(capsys, "train", reviews, *options, *more, match=match)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["reviews.csv", "tiny_encoder_0"]
+    assert [p.name for p in tmp_path.iterdir()] == ["reviews.csv"]
 
 
 @pytest.mark.parametrize(
@@ -206,13 +205,14 @@ def test_wrong_options_are_answered_in_one_line(encoder, reviews, tmp_path, caps
 def test_wrong_tables_are_answered_in_one_line(encoder, tmp_path, capsys, rows, match):
     (tmp_path / "x.csv").write_text(rows)
     fails(capsys, "train", tmp_path / "x.csv", *TUNE, "--out", tmp_path / "model", match=match)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny_encoder_0", "x.csv"]
+    assert [p.name for p in tmp_path.iterdir()] == ["x.csv"]
 
 
 def test_a_missing_encoder_is_named(tmp_path, reviews, monkeypatch, capsys):
     monkeypatch.setitem(ENCODERS, "tiny", Package("no_such_package", "no-such-package"))
     load_encoder.cache_clear()
     fails(capsys, "train", reviews, *TUNE, "--out", tmp_path / "model", match="pip install no-such-package")
+    load_encoder.cache_clear()
     assert not (tmp_path / "model").exists()
 
 

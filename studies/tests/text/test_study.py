@@ -22,13 +22,11 @@ from weightclip_studies.text import (
     Lora,
     Prepared,
     Run,
-    Sentences,
     Settings,
     Study,
     Trial,
     figure,
     load_sst2,
-    prepare,
     write,
 )
 from weightclip_studies.text import _opacus as opacus_module
@@ -41,17 +39,6 @@ from weightclip_studies.text._training import accuracy
 PARTS = [Head(), Lora(rank=2), Last(), Full()]
 SAMPLE = {("lora", "cap"), ("lora", "opacus"), ("full", "quantiles")}
 SIZES = {"train": 256, "dev": 64, "test": 64}
-
-
-@pytest.fixture
-def encoder(tmp_path, monkeypatch):
-    return text_kit.install(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def data(encoder, tmp_path) -> Prepared:
-    parts = {name: sentences(n, seed) for seed, (name, n) in enumerate(SIZES.items())}
-    return prepare(tmp_path / "prepared", encoder, parts)
 
 
 @pytest.mark.parametrize("method", ["cap", "opacus", "non-private"])
@@ -72,14 +59,6 @@ def test_a_loop_inside_one_autocast_is_noticed(data, monkeypatch):
     monkeypatch.setattr(Run, "scores", inside)
     with pytest.raises(AssertionError):
         test_every_method_trains_in_half_precision(data, "non-private")
-
-
-def sentences(n: int, seed: int) -> Sentences:
-    rng = np.random.default_rng(seed)
-    labels = rng.integers(0, 2, n)
-    words = [["good", "charming"], ["bad", "dull"]]
-    texts = [" ".join([*rng.choice(["film", "plot", "a", "the"], 3), *[rng.choice(words[1 - y])] * 3]) for y in labels]
-    return Sentences(tuple(texts), labels)
 
 
 def trained(data: Prepared, part, settings: Settings, sigma: float = 0.0, seed: int = 0, **more) -> float:
@@ -134,7 +113,7 @@ def test_the_plain_network_is_that_of_transformers(data, encoder):
     with torch.no_grad():
         assert torch.allclose(model(ids), model(ids[:, :12]), atol=1e-5)
         found = pooled(model.encoder(ids), ids != 0)
-        assert torch.allclose(found, torch.from_numpy(encoder.features(sentences(64, 1).texts)), atol=5e-3)
+        assert torch.allclose(found, torch.from_numpy(encoder.features(text_kit.sentences(64, 1)[0])), atol=5e-3)
         assert torch.allclose(found, data.features("dev"), atol=5e-3)
         assert model(torch.zeros_like(ids[:2])).isfinite().all()
 

@@ -24,13 +24,19 @@ class NoiseTable:
     def _key(target: float, records: int, batch: int, steps: int) -> str:
         return f"{target:g}/{records}/{batch}/{steps}"
 
-    def get(self, target: float | None, records: int, batch: int, steps: int) -> float:
-        """The multiplier, calibrated now if it is not in the table; 0 for no privacy."""
+    def get(
+        self, target: float | None, records: int, batch: int, steps: int, beside: tuple[Mechanism, ...] = ()
+    ) -> float:
+        """The multiplier, calibrated now if it is not in the table; 0 for no privacy.
+
+        ``beside`` is what the run releases besides, within the same budget.
+        """
         if target is None:
             return 0.0
-        key = self._key(target, records, batch, steps)
+        key = self._key(target, records, batch, steps) + "".join(f"/{m.sigma:g}x{m.steps}" for m in beside)
         if key not in self.values:
-            self.values[key] = calibrate_sigma(target, DELTA, min(1.0, batch / records), steps)
+            q = min(1.0, batch / records)
+            self.values[key] = calibrate_sigma(target, DELTA, q, steps, extra_mechanisms=beside)
         return self.values[key]
 
     def check(self, target: float, records: int, batch: int, steps: int) -> float:

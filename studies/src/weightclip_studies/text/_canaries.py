@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,11 @@ class Canaries:
 
     count: int
     seed: int = 0
+
+    def kept(self, study: Study, part: Part, settings: Settings, epsilon: float) -> dict[str, Any] | None:
+        """What `audit` finds, from the study's file if it was there before; None if there is no time left."""
+        key = json.dumps(["canaries", repr(self), repr(part), settings.told(), epsilon, study.size, study.device.type])
+        return study.once(key, lambda: asdict(self.audit(study, part, settings, epsilon)))
 
     def audit(self, study: Study, part: Part, settings: Settings, epsilon: float) -> OneRun:
         """Train once, guess which canaries were there, and bound ε from below.

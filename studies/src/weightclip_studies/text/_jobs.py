@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -54,16 +54,28 @@ def _work(trial: Trial) -> Line | None:
     return _here.run(trial)
 
 
-def write(path: Path, rows: Sequence[Line]) -> None:
-    """The table as a file; rows of a part, method, ε and device that are there already are replaced."""
+def write(
+    path: Path, rows: Sequence[Line], columns: Sequence[str] = COLUMNS,
+    same: Sequence[str] = ("part", "method", "epsilon", "device"),
+    arranged: Callable[[list[Line]], list[Line]] | None = None,
+) -> None:  # fmt: skip
+    """A table as a file; rows that are there already are replaced.
+
+    Args:
+        path: The CSV file.
+        rows: New rows.
+        columns: Its columns.
+        same: Those by which a row is known.
+        arranged: Puts all rows in order; by default the columns of ``same`` do.
+    """
     kept: list[Line] = []
-    same = ("part", "method", "epsilon", "device")
     new = {tuple(str(r[k]) for k in same) for r in rows}
     if path.exists():
         with path.open(newline="") as file:
             kept = [dict(r) for r in csv.DictReader(file) if tuple(r[k] for k in same) not in new]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(COLUMNS), lineterminator="\n")
+        writer = csv.DictWriter(file, list(columns), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(sorted([*kept, *rows], key=lambda r: [str(r[k]) for k in same]))
+        both = [*kept, *rows]
+        writer.writerows(sorted(both, key=lambda r: [str(r[k]) for k in same]) if arranged is None else arranged(both))

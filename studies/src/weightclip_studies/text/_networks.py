@@ -14,7 +14,7 @@ from weightclip.text import pooled
 from weightclip_studies.text._bert import Bert
 from weightclip_studies.text._prepared import Prepared
 
-_SCALE = 10.0
+SCALE = 10.0
 """Length of the vector a head reads behind a tuned encoder: head and encoder then learn at one rate of Adam's."""
 
 
@@ -55,6 +55,8 @@ class Head:
 class _Tuned:
     """Parts that need the tokens: the whole encoder runs in every step."""
 
+    name: str
+
     def inputs(self, data: Prepared, split: str) -> Tensor:
         """Token numbers, zeros behind a sentence's end."""
         return data.tokens(split)
@@ -91,6 +93,18 @@ class Lora(_Tuned):
 
 
 @dataclass(frozen=True)
+class PlainLora(Lora):
+    """Low-rank updates both of whose factors are trained, as they usually are."""
+
+    def unfreeze(self, network: Bert, generator: torch.Generator) -> None:
+        """Put an update beside each layer, and mark its first factor too."""
+        super().unfreeze(network, generator)
+        for layer in network.modules():
+            if isinstance(layer, LowRank):
+                layer.down.requires_grad_(True)
+
+
+@dataclass(frozen=True)
 class Last(_Tuned):
     """The last layers as they are.
 
@@ -117,6 +131,34 @@ class Full(_Tuned):
         _mark(network.layers)
 
 
+@dataclass(frozen=True)
+class Thawed(_Tuned):
+    """Another part, with what it leaves frozen.
+
+    Attributes:
+        part: The other part.
+        norms: Whether normalisations are trained too.
+        embeddings: Whether the tables of words and places are.
+    """
+
+    part: _Tuned
+    norms: bool = False
+    embeddings: bool = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """That of the other part."""
+        return self.part.name
+
+    def unfreeze(self, network: Bert, generator: torch.Generator) -> None:
+        """Mark both."""
+        self.part.unfreeze(network, generator)
+        kinds = (nn.LayerNorm,) * self.norms + (nn.Embedding,) * self.embeddings
+        for module in network.modules():
+            if isinstance(module, kinds):
+                module.requires_grad_(True)
+
+
 class Classifier(nn.Module):
     """Token numbers to two scores."""
 
@@ -125,7 +167,11 @@ class Classifier(nn.Module):
         self.encoder, self.head = encoder, head
 
     def forward(self, ids: Tensor) -> Tensor:  # sentences x tokens -> sentences x 2
-        return self.head(_SCALE * pooled(self.encoder(ids), ids != 0))
+        return self.head(SCALE * self.vectors(ids))
+
+    def vectors(self, ids: Tensor) -> Tensor:
+        """Vectors of length one.  # sentences x tokens -> sentences x width"""
+        return pooled(self.encoder(ids), ids != 0)
 
 
 class LowRank(nn.Module):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,17 +15,35 @@ METHODS = ("cap", "factors", "quantiles", "opacus", "non-private")
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """What is done with releases, or paid for before them, beside what every run does.
+
+    Attributes:
+        final: Learning rate at the end as a part of that at the first step; it falls along a straight line.
+        corrected: Whether the noise's variance is taken off Adam's second moment.
+        lowpass: Weight of the past in a running mean of releases, which the optimiser gets in their place.
+        warm: Noise multiplier of class means from which the head starts, paid for within the budget; 0: by chance.
+    """
+
+    final: float = 0.1
+    corrected: bool = False
+    lowpass: float = 0.0
+    warm: float = 0.0
+
+
+@dataclass(frozen=True)
 class Settings:
     """How a run is trained; all of it public.
 
     Attributes:
         method: One of `METHODS`.
-        rate: Learning rate of Adam at the first step; it falls to a tenth along a straight line.
+        rate: Learning rate of Adam at the first step.
         clip: The cap: over all layers (cap, opacus), of each layer (quantiles: where it starts), or of the gradient at
             each layer's output (factors).
         batch: Expected batch size.
         epochs: Passes over the data.
         averaging: Decay of the average of weights that is evaluated.
+        recipe: What else is done.
     """
 
     method: str
@@ -33,6 +52,11 @@ class Settings:
     batch: int = 4096
     epochs: int = 20
     averaging: float = 0.95
+    recipe: Recipe = Recipe()
+
+    def told(self) -> dict[str, Any]:
+        """All of it as JSON, without a recipe that adds nothing: trials that were made before there were any count."""
+        return {k: v for k, v in asdict(self).items() if k != "recipe" or self.recipe != Recipe()}
 
     def steps(self, n: int) -> int:
         """Number of releases."""

@@ -6,8 +6,8 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from weightclip_studies.text._networks import Head, Part
 from weightclip_studies.text._prepared import SPLITS, Prepared
 from weightclip_studies.text._settings import Settings
 from weightclip_studies.text._training import Run, accuracy
+from weightclip_studies.text._warm import cost
 
-RATES = {"head": (0.03, 0.1, 0.3, 1.0), "lora": (5e-4, 1e-3, 2e-3, 5e-3), "last": (2e-4, 5e-4, 1e-3, 2e-3),
+RATES = {"head": (0.03, 0.1, 0.3, 1.0), "lora": (2e-3, 5e-3, 1e-2, 2e-2), "last": (2e-4, 5e-4, 1e-3, 2e-3),
          "full": (5e-5, 1e-4, 2e-4, 5e-4)}  # fmt: skip
 CLIPS = {"cap": 1.0, "opacus": 1.0, "quantiles": 0.1, "factors": 0.1, "non-private": 1.0}
 TUNED_AT = 8.0
@@ -52,7 +53,8 @@ class Study:
         piece: Records of a physical batch.
         length: Tokens that are read of a sentence in training, a public shape; all of them are read in prediction.
         records: How many sentences to train on; all by default.
-        until: Clock time after which no further run is begun; 0 makes rows of the trials that are there.
+        until: Clock time after which no run is under way, as far as earlier ones tell how long one takes; 0 makes rows
+            of the trials that are there.
         at_once: Runs trials, by default one after the other.
     """
 
@@ -76,20 +78,23 @@ class Study:
     def run(self, trial: Trial) -> Line | None:
         """Accuracy of one run; from the file if it was made before, None if there is no time left to make it."""
         part, settings, epsilon, seed, on = trial
-        key = self._key(part, asdict(settings), epsilon, seed, on)
-        if (found := self._found(key)) is not None or time.time() > self.until:
+        key, steps = self._key(part, settings.told(), epsilon, seed, on), settings.steps(self.size)
+        kind = f"{part!r} {settings.method} {settings.batch}"
+        if (found := self._found(key)) is not None or not self._has_time(kind, steps):
             return found
         sigma = self.sigma(settings, epsilon)
         x, dev, test = self.inputs(part)
-        labels = self.data.labels("train")[: self.records].to(self.device)
+        labels, began = self.data.labels("train")[: self.records].to(self.device), time.time()
         scores = self._run(part, settings, sigma, seed, x, labels, key).scores(dev if on == "dev" else test)
-        return self._keep({"key": key, "accuracy": accuracy(scores, self.data.labels(on)), "device": self._name()})
+        right = accuracy(scores, self.data.labels(on))
+        pace = round((time.time() - began) / steps, 5)
+        return self._keep({"key": key, "accuracy": right, "device": self._name(), "kind": kind, "pace": pace})
 
     def pace(self, part: Part, method: str) -> Line | None:
         """Seconds of a step and memory, to be measured while nothing else runs on the device."""
         settings = Settings(method, 1e-4, CLIPS[method], self.batch, self.epochs)
         key = self._timing(part, method)
-        if (found := self._found(key)) is not None or time.time() > self.until:
+        if (found := self._found(key)) is not None or not self._has_time(f"{part!r} {method} {self.batch}", 50):
             return found
         x, labels = self.inputs(part)[0], self.data.labels("train")[: self.records].to(self.device)
         sigma = 0.0 if method == "non-private" else 1.0
@@ -100,7 +105,7 @@ class Study:
         """One row of the table; None where trials are missing and there is no time left to make them."""
         at = epsilon if epsilon is None or isinstance(part, Head) else TUNED_AT
         tried = [Trial(part, settings, at, 1000, "dev") for settings in self.grid(part, method)]
-        found = self._ask(tried)
+        found = self.ask(tried)
         for trial, entry in zip(tried, found, strict=True):
             score = "not run" if entry is None else f"{entry['accuracy']:.4f} on dev"
             told(f"{part.name} {method} epsilon {at}: rate {trial.settings.rate:g}: {score}")
@@ -108,7 +113,7 @@ class Study:
             return None
         dev = [entry["accuracy"] for entry in found if entry is not None]
         chosen = tried[dev.index(max(dev))].settings
-        asked = self._ask([Trial(part, chosen, epsilon, seed, "test") for seed in range(seeds)])
+        asked = self.ask([Trial(part, chosen, epsilon, seed, "test") for seed in range(seeds)])
         runs = [entry for entry in asked if entry is not None]
         if not runs:
             return None
@@ -133,7 +138,8 @@ class Study:
     def sigma(self, settings: Settings, epsilon: float | None) -> float:
         """The noise multiplier, calibrated once."""
         known = len(self.noise.values)
-        sigma = self.noise.get(epsilon, self.size, settings.batch, settings.steps(self.size))
+        beside = cost(settings.recipe.warm)
+        sigma = self.noise.get(epsilon, self.size, settings.batch, settings.steps(self.size), beside)
         if len(self.noise.values) > known:
             self.noise.save()
         return sigma
@@ -160,7 +166,8 @@ class Study:
         """Of autocast: half on CUDA."""
         return torch.bfloat16 if self.device.type == "cuda" else None
 
-    def _ask(self, trials: Sequence[Trial]) -> list[Line | None]:
+    def ask(self, trials: Sequence[Trial]) -> list[Line | None]:
+        """What `run` gives for each, at the same time where that was asked for."""
         return [self.run(trial) for trial in trials] if self.at_once is None else self.at_once(trials)
 
     def _times(self, part: Part, method: str, steps: int) -> Line:
@@ -179,16 +186,34 @@ class Study:
         here = (self.device.type, self.data.digest, self.length, self.size, self.piece)
         return json.dumps([part.name, repr(part), *of, *here])
 
+    def once(self, key: str, make: Callable[[], Line]) -> Line | None:
+        """What is in the file under the key; made and kept if it is not, None if there is no time left for it."""
+        if (found := self._found(key)) is not None or time.time() > self.until:
+            return found
+        return self._keep({"key": key, **make()})
+
     def _found(self, key: str) -> Line | None:
+        return next((entry for entry in self._entries() if entry["key"] == key), None)
+
+    def _entries(self) -> Iterator[Line]:
         path = self.folder / "trials.jsonl"
         for line in path.read_text().splitlines() if path.exists() else ():
-            if (entry := json.loads(line))["key"] == key:
-                return entry
-        return None
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue  # a line that a killed process left half written
+
+    def _has_time(self, kind: str, steps: int) -> bool:
+        """Whether a run of so many steps will end in time, if it takes as long as the slowest of its kind did."""
+        if self.until == float("inf"):
+            return True
+        paces = [entry["pace"] for entry in self._entries() if entry.get("kind") == kind]
+        return time.time() + max(paces, default=0.0) * steps < self.until
 
     def _keep(self, entry: Line) -> Line:
-        with (self.folder / "trials.jsonl").open("a") as file:
-            file.write(json.dumps(entry) + "\n")  # one short write: processes share the file
+        with (self.folder / "trials.jsonl").open("a+b") as file:
+            torn = file.tell() and (file.seek(-1, 2), file.read(1))[1] != b"\n"  # a killed process left half a line
+            file.write(b"\n" * bool(torn) + json.dumps(entry).encode() + b"\n")  # one short write: processes share it
         return entry
 
     def _name(self) -> str:

@@ -14,8 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
 from weightclip.nn import ParameterAverage
+from weightclip.noise import Streams
+from weightclip_studies.text._networks import SCALE, Classifier
 from weightclip_studies.text._opacus import steps_of_opacus
+from weightclip_studies.text._optimizer import NoisyAdam
 from weightclip_studies.text._settings import Settings, draws, shuffled
+from weightclip_studies.text._warm import class_means, start
 
 WARM, TIMED = 14, 20
 """Steps before a clock starts (two sizes of batch are recorded as graphs), and steps on it."""
@@ -39,8 +43,8 @@ class Run:
             it down, and everything else would look fast.
 
     Formal guarantees:
-        Those of the engine, or of Opacus, for ``settings.steps`` draws of rate batch/n with multiplier ``sigma``. A
-        seed makes the noise repeatable, which is for experiments only.
+        Those of the engine, or of Opacus, for ``settings.steps`` draws of rate batch/n with multiplier ``sigma``, and
+        of `class_means` where the head starts warm. A seed makes the noise repeatable, which is for experiments only.
     """
 
     model: nn.Module
@@ -89,7 +93,9 @@ class Run:
         """The number of steps made, after each."""
         settings, total = self.settings, self.settings.steps(len(self.x))
         self.model.train()
-        optimizer = torch.optim.Adam([p for p in self.model.parameters() if p.requires_grad], lr=settings.rate)
+        if settings.recipe.warm and settings.method != "non-private":
+            self._warm_start()
+        optimizer = self._optimizer()
         runs = {"opacus": self._opacus, "non-private": self._plain}
         made = runs.get(settings.method, self._engine)(optimizer)
         while True:
@@ -98,7 +104,25 @@ class Run:
             average.update()
             yield done
             for group in optimizer.param_groups:
-                group["lr"] = settings.rate * max(0.1, 1 - 0.9 * done / total)
+                group["lr"] = settings.rate * max(0.0, 1 - (1 - settings.recipe.final) * done / total)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        parameters, recipe = [p for p in self.model.parameters() if p.requires_grad], self.settings.recipe
+        if not (recipe.corrected or recipe.lowpass):
+            return torch.optim.Adam(parameters, lr=self.settings.rate)
+        if self.settings.method not in ("cap", "opacus"):
+            raise ValueError("the noise of an entry is known under one cap over all layers alone.")
+        noise = self.sigma * self.settings.clip / self.settings.batch if recipe.corrected else 0.0
+        return NoisyAdam(parameters, self.settings.rate, noise, recipe.lowpass)
+
+    def _warm_start(self) -> None:
+        """Release the classes' means, which ``sigma`` leaves room for in the budget, and start the head from them."""
+        streams = Streams.secure() if self.seed is None else Streams.seeded(self.seed)
+        tuned = isinstance(self.model, Classifier)
+        with torch.no_grad(), self._autocast():
+            parts = [self.model.vectors(x).float() for x in self.x.split(2048)] if tuned else [self.x]  # type: ignore
+        means = class_means(torch.cat(parts), self.y, self.settings.recipe.warm if self.sigma else 0.0, streams)
+        start(self.model.head if tuned else self.model, means, SCALE if tuned else 1.0)  # type: ignore[arg-type]
 
     def _autocast(self) -> torch.autocast:
         on = self.precision is not None

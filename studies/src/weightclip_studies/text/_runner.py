@@ -1,0 +1,129 @@
+"""Runs the stages of a plan, one after the other, and writes each row as soon as it is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from weightclip.errors import WeightclipError
+from weightclip_studies.text._canaries import Canaries
+from weightclip_studies.text._figure import figure
+from weightclip_studies.text._jobs import Jobs, write
+from weightclip_studies.text._plan import Audit, Recipes, Rows, Stage, Timing, calibrate
+from weightclip_studies.text._recipes import recipe_row, write_recipes
+from weightclip_studies.text._study import Line, Study, Told
+
+
+@dataclass
+class Runner:
+    """Runs stages of a study; whatever was run before is read from its file.
+
+    Attributes:
+        study: The study; its clock decides what is still begun.
+        seeds: Runs of the chosen settings on the test part.
+        jobs: Runs at the same time, each in a process of its own.
+        out: Where the table is written; recipes.csv and canaries.csv lie beside it.
+        told: Says how it goes.
+    """
+
+    study: Study
+    seeds: int
+    jobs: int
+    out: Path
+    told: Told
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self, stages: Sequence[Stage]) -> None:
+        """All of them, in order.
+
+        Raises:
+            WeightclipError: Something that a stage needs is not here; nothing was run.
+        """
+        study, pool = self.study, None
+        self._check(stages)
+        if study.until:
+            for _ in calibrate(study, stages):  # before processes share the table
+                pass
+        if self.jobs > 1 and study.until:
+            pool = study.at_once = Jobs(study, self.jobs)
+        try:
+            for number, stage in enumerate(stages, 1):
+                left = study.until - time.time()
+                self.told(f"stage {number} of {len(stages)}: {type(stage).__name__.lower()}, {left:.0f} s left")
+                self._stage(stage)
+        finally:
+            if pool is not None:
+                pool.close()
+        if self.out.exists():
+            figure(self.out, self.out.with_suffix(".png"))
+
+    def _stage(self, stage: Stage) -> None:
+        study, told = self.study, self.told
+        if isinstance(stage, Rows):
+            self._write([lambda r=row: study.row(*r, self.seeds, told) for row in stage.rows], self._table)
+        elif isinstance(stage, Recipes):
+            one = [lambda n=name: recipe_row(study, n, stage.epsilon, stage.part, told) for name in stage.names]
+            self._write(one, lambda row: write_recipes(self.out.with_name("recipes.csv"), [row]))
+        elif isinstance(stage, Timing):
+            for method in stage.methods:
+                found = study.pace(stage.part, method)
+                told(f"{stage.part.name} {method}: {'not timed' if found is None else found}")
+            self._again(stage)
+        else:
+            self._audit(stage)
+
+    def _write(self, makers: Sequence[Callable[[], Line | None]], keep: Callable[[Line], None]) -> None:
+        def make(maker: Callable[[], Line | None]) -> None:
+            row = maker()
+            with self._lock:
+                if row is not None:
+                    keep(row)
+
+        with ThreadPoolExecutor(self.jobs if self.study.at_once else 1) as threads:
+            made = [threads.submit(make, maker) for maker in makers]  # one that fails stops no other
+        for row in made:
+            row.result()
+
+    def _table(self, row: Line) -> None:
+        write(self.out, [row])
+
+    def _again(self, timing: Timing) -> None:
+        """Rows that are there already, with the times that are known now."""
+        known = replace(self.study, until=0.0, at_once=None)
+        for method in timing.methods:
+            for epsilon in (None,) if method == "non-private" else (8.0, 3.0, 1.0):
+                if (row := known.row(timing.part, method, epsilon, self.seeds, lambda line: None)) is not None:
+                    self._table(row)
+
+    def _audit(self, stage: Audit) -> None:
+        settings = self.study.grid(stage.part, stage.method)[1]
+        found = Canaries(stage.canaries).kept(self.study, stage.part, settings, stage.epsilon)
+        if found is None:
+            self.told(f"{stage.part.name} {stage.method}: not audited")
+            return
+        row = {"part": stage.part.name, "method": stage.method, "epsilon": f"{stage.epsilon:g}",
+               "device": self.study.device.type, **{k: found[k] for k in _FOUND}}  # fmt: skip
+        write(self.out.with_name("canaries.csv"), [row], tuple(row))
+        self.told(f"{stage.part.name} {stage.method}: epsilon claimed {stage.epsilon:g}, at least "
+                  f"{found['epsilon_lower']:.2f} ({found['correct']} of {found['guesses']} guesses right)")  # fmt: skip
+
+    def _check(self, stages: Sequence[Stage]) -> None:
+        """Refuse at once what would fail minutes later."""
+        methods = {row[1] for stage in stages if isinstance(stage, Rows) for row in stage.rows}
+        methods |= {m for stage in stages if isinstance(stage, Timing) for m in stage.methods}
+        if "opacus" in methods and self.study.until and importlib.util.find_spec("opacus") is None:
+            raise WeightclipError("the method opacus needs its package: pip install opacus, or leave the method out.")
+        self.study.data.encoder()
+        if self.study.device.type == "cuda":
+            import torch
+
+            if not torch.cuda.is_available():
+                raise WeightclipError("--device cuda: torch finds no GPU here.")
+
+
+_FOUND = ("canaries", "guesses", "correct", "epsilon_lower", "epsilon_lower_fdp", "mu", "violation")
