@@ -215,8 +215,7 @@ def _finetuned(
         raise WeightclipError("--finetune puts one layer on the encoder: leave --hidden out.")
     if ledger is not None or resume:
         raise WeightclipError("--finetune keeps no ledger and cannot be resumed: leave --ledger and --resume out.")
-    chosen = {name: value for name, value in (("rank", rank), ("tokens", tokens)) if value is not None}
-    return Lora(**chosen)
+    return Lora(Lora.rank if rank is None else rank, Lora.tokens if tokens is None else tokens)
 
 
 def _options(given: dict[str, Any]) -> str:

@@ -26,7 +26,10 @@ engine tests that records do not touch each other, rounding of their tiny gradie
 class Part(Protocol):
     """What is trained."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """As the table has it."""
+        ...
 
     def inputs(self, data: Prepared, split: str) -> Tensor:
         """Records as the model takes them."""

@@ -46,31 +46,20 @@ class NoisyAdam(torch.optim.Optimizer):
         calmed = (1 - k) / (1 + k) * (1 - k ** (2 * t)) / (1 - k**t) ** 2  # the filter's part of the variance at step t
         self.expected = two * self.expected + (1 - two) * self.noise**2 * calmed
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
-                self._move(parameters, [p.grad for p in parameters if p.grad is not None], group["lr"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._move(p, p.grad, group["lr"])
 
-    def _move(self, parameters: list[nn.Parameter], grads: list[Tensor], lr: float) -> None:
-        k, t, (one, two) = self.lowpass, self.steps, _BETAS
+    def _move(self, p: nn.Parameter, gradient: Tensor, lr: float) -> None:
+        k, t, (one, two), state = self.lowpass, self.steps, _BETAS, self.state[p]
+        if not state:
+            state.update({name: torch.zeros_like(p) for name in ("filtered", "mean", "square")})
         if k:
-            filtered = self._kept(parameters, "filtered")
-            torch._foreach_lerp_(filtered, grads, 1 - k)
-            grads = list(torch._foreach_div(filtered, 1 - k**t))
-        mean, square = self._kept(parameters, "mean"), self._kept(parameters, "square")
-        torch._foreach_lerp_(mean, grads, 1 - one)
-        torch._foreach_mul_(square, two)
-        torch._foreach_addcmul_(square, grads, grads, 1 - two)
-        size = list(torch._foreach_div(square, 1 - two**t))
+            gradient = state["filtered"].lerp_(gradient, 1 - k) / (1 - k**t)
+        state["mean"].lerp_(gradient, 1 - one)
+        state["square"].mul_(two).addcmul_(gradient, gradient, value=1 - two)
+        size = state["square"] / (1 - two**t)
         if self.noise:
             variance = self.expected / (1 - two**t)
-            torch._foreach_sub_(size, variance)
-            torch._foreach_clamp_min_(size, _LEAST**2 * variance)
-        torch._foreach_sqrt_(size)
-        torch._foreach_add_(size, 1e-8)
-        torch._foreach_addcdiv_(parameters, mean, size, -lr / (1 - one**t))
-
-    def _kept(self, parameters: list[nn.Parameter], name: str) -> list[Tensor]:
-        for p in parameters:
-            if name not in self.state[p]:
-                self.state[p][name] = torch.zeros_like(p)
-        return [self.state[p][name] for p in parameters]
+            size = (size - variance).clamp(min=_LEAST**2 * variance)
+        p.addcdiv_(state["mean"], size.sqrt_().add_(1e-8), value=-lr / (1 - one**t))

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from weightclip.errors import WeightclipError
 from weightclip_studies.text._canaries import Canaries
 from weightclip_studies.text._figure import figure
@@ -67,7 +69,8 @@ class Runner:
         if isinstance(stage, Rows):
             self._write([lambda r=row: study.row(*r, self.seeds, told) for row in stage.rows], self._table)
         elif isinstance(stage, Recipes):
-            one = [lambda n=name: recipe_row(study, n, stage.epsilon, stage.part, told) for name in stage.names]
+            epsilon, part = stage.epsilon, stage.part
+            one = [lambda n=name: recipe_row(study, n, epsilon, part, told) for name in stage.names]
             self._write(one, lambda row: write_recipes(self.out.with_name("recipes.csv"), [row]))
         elif isinstance(stage, Timing):
             for method in stage.methods:
@@ -119,11 +122,8 @@ class Runner:
         if "opacus" in methods and self.study.until and importlib.util.find_spec("opacus") is None:
             raise WeightclipError("the method opacus needs its package: pip install opacus, or leave the method out.")
         self.study.data.encoder()
-        if self.study.device.type == "cuda":
-            import torch
-
-            if not torch.cuda.is_available():
-                raise WeightclipError("--device cuda: torch finds no GPU here.")
+        if self.study.until and self.study.device.type == "cuda" and not torch.cuda.is_available():
+            raise WeightclipError("--device cuda: torch finds no GPU here.")
 
 
 _FOUND = ("canaries", "guesses", "correct", "epsilon_lower", "epsilon_lower_fdp", "mu", "violation")
