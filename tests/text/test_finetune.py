@@ -131,6 +131,8 @@ def test_a_text_counts_alone(encoder):
     assert torch.allclose(network(rows), alone, atol=1e-12) and alone.isfinite().all()
     assert torch.allclose(network(rows[:1, :5]), alone[:1], atol=1e-12)
     assert (rows[2] > 0).all() and not (rows[1] > 0).any()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.allclose(network.float()(rows).double(), alone, atol=0.1)
 
 
 def test_each_text_is_limited_over_head_and_updates_together(encoder):

@@ -90,6 +90,21 @@ def test_all_kinds_of_stages_run_and_go_on(data, tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "trials.jsonl").read_text() == trials
 
 
+def test_a_row_that_fails_stops_no_other(data, tmp_path, monkeypatch):
+    real = Study.row
+
+    def row(self, part, method, *more):
+        if method == "cap":
+            raise RuntimeError("out of memory")
+        return real(self, part, method, *more)
+
+    monkeypatch.setattr(Study, "row", row)
+    stages = (Rows(((Head(), "cap", 3.0),)), Rows(((Head(), "non-private", None),)))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(data, tmp_path, stages)
+    assert [r["method"] for r in table(tmp_path / "sst2.csv")] == ["non-private"]
+
+
 def test_nothing_is_begun_that_will_not_end_in_time(data, tmp_path):
     study = Study(data, tmp_path / "runs", epochs=1, batch=64, until=time.time() + 1000)
     settings = Settings("non-private", 0.1, 1.0, 64, 1)

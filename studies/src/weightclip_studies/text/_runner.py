@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,9 +40,10 @@ class Runner:
     out: Path
     told: Told
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _failed: list[Exception] = field(default_factory=list)
 
     def run(self, stages: Sequence[Stage]) -> None:
-        """All of them, in order.
+        """All of them, in order; what fails is raised at the end.
 
         Raises:
             WeightclipError: Something that a stage needs is not here; nothing was run.
@@ -55,7 +57,7 @@ class Runner:
             pool = study.at_once = Jobs(study, self.jobs)
         try:
             for number, stage in enumerate(stages, 1):
-                left = study.until - time.time()
+                left = max(0.0, study.until - time.time())
                 self.told(f"stage {number} of {len(stages)}: {type(stage).__name__.lower()}, {left:.0f} s left")
                 self._stage(stage)
         finally:
@@ -63,6 +65,8 @@ class Runner:
                 pool.close()
         if self.out.exists():
             figure(self.out, self.out.with_suffix(".png"))
+        if self._failed:
+            raise self._failed[0]
 
     def _stage(self, stage: Stage) -> None:
         study, told = self.study, self.told
@@ -74,23 +78,33 @@ class Runner:
             self._write(one, lambda row: write_recipes(self.out.with_name("recipes.csv"), [row]))
         elif isinstance(stage, Timing):
             for method in stage.methods:
-                found = study.pace(stage.part, method)
-                told(f"{stage.part.name} {method}: {'not timed' if found is None else found}")
+                with self._going_on():
+                    found = study.pace(stage.part, method)
+                    told(f"{stage.part.name} {method}: {'not timed' if found is None else found}")
             self._again(stage)
         else:
-            self._audit(stage)
+            with self._going_on():
+                self._audit(stage)
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """What fails is told at once and raised when all else is done: minutes of a machine are not lost to it."""
+        try:
+            yield
+        except Exception as error:
+            self._failed.append(error)
+            self.told(f"failed: {type(error).__name__}: {error}")
 
     def _write(self, makers: Sequence[Callable[[], Line | None]], keep: Callable[[Line], None]) -> None:
         def make(maker: Callable[[], Line | None]) -> None:
-            row = maker()
-            with self._lock:
-                if row is not None:
-                    keep(row)
+            with self._going_on():
+                row = maker()
+                with self._lock:
+                    if row is not None:
+                        keep(row)
 
         with ThreadPoolExecutor(self.jobs if self.study.at_once else 1) as threads:
-            made = [threads.submit(make, maker) for maker in makers]  # one that fails stops no other
-        for row in made:
-            row.result()
+            list(threads.map(make, makers))
 
     def _table(self, row: Line) -> None:
         write(self.out, [row])
