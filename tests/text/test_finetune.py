@@ -20,6 +20,7 @@ from weightclip.noise import Streams
 from weightclip.tabular import FitPlan, PublicScaling
 from weightclip.tabular import folder as folders
 from weightclip.text import ENCODERS, Lora, Update, fit_lora, load_encoder
+from weightclip.text import _finetune as finetune_module
 from weightclip.text._encoder import Package
 from weightclip.text._lora import Classifier, head_weights
 
@@ -102,8 +103,20 @@ def test_epsilon_is_the_engines_and_public_numbers_count(tuned):
     (listed,) = tuned.report["mechanisms"]
     again = accounting.Mechanism("gaussian", listed["sigma"], 6 / 90, 15)
     assert accounting.epsilon([again], 1e-5) == pytest.approx(tuned.epsilon, rel=1e-9)
+    assert all(1.0 <= layer["sensitivity"] < 1.05 for layer in tuned.report["layers"])  # the cap, and its rounding
     ratios = {layer["noise"] / layer["sensitivity"] for layer in tuned.report["layers"]}
     assert min(ratios) >= listed["sigma"] * (1 - 1e-9) and sum(w["parameters"] for w in tuned.report["layers"]) == 145
+
+
+def test_a_step_that_nobody_counted_is_found(encoder, monkeypatch):
+    """The mutant: training goes on for a step after those that the report lists."""
+    real = finetune_module._loop
+    monkeypatch.setattr(
+        finetune_module, "_loop",
+        lambda engine, average, settings, steps, *more: real(engine, average, settings, steps + 1, *more),
+    )  # fmt: skip
+    tuned = fitted(encoder, accountant="rdp")
+    assert tuned.epsilon > tuned.report["epsilon"] * 1.001
 
 
 def test_what_is_saved_computes_what_was_trained(encoder):

@@ -34,7 +34,8 @@ from weightclip.text._file import WHOLE, feature_columns
 from weightclip.text._lora import Classifier, Lora, Update, head_weights
 
 _FRACTION, _EPOCHS, _RATE = 1 / 15, 12, 5e-3  # of the text study (docs/text.md), whose data are not the user's
-_PIECE = {"cpu": 256, "cuda": 2048}  # texts of a physical batch
+_PIECE = 256  # texts of a physical batch on a CPU
+_BYTES = 250_000  # of a GPU's memory for each token of one: twice what MiniLM takes
 _ENGINE = "text/engine"
 
 
@@ -116,12 +117,12 @@ def _train(
     sigma = Budget(plan.epsilon, plan.delta, plan.accountant).sigma(q, steps)
     loss = losses.BCEWithLogits() if y.is_floating_point() else losses.CrossEntropy()
     optimizer = torch.optim.Adam([p for p in network.parameters() if p.requires_grad], lr=settings.lr, fused=True)
-    engine, most = PrivacyEngine(plan.accountant), _PIECE[x.device.type]
+    engine = PrivacyEngine(plan.accountant)
     with torch.enable_grad():
         engine.make_private(
             module=network, optimizer=optimizer, data_loader=DataLoader(TensorDataset(x, y), batch_size=batch),
             criterion=loss, noise_multiplier=sigma, bounds=settings.bounds(), sample_rate=q, expected_batch_size=batch,
-            max_physical_batch_size=most if 2 * batch > most else None, generator=root_generator(plan.streams, _ENGINE),
+            max_physical_batch_size=_piece(batch, x), generator=root_generator(plan.streams, _ENGINE),
         )  # fmt: skip
         try:
             average = ParameterAverage(network.trained, settings.averaging)
@@ -160,3 +161,11 @@ def _loop(
         raise WeightclipError(
             "training left the finite numbers: take fewer --epochs, or leave --finetune out."
         ) from error
+
+
+def _piece(batch: int, x: Tensor) -> int | None:
+    """Texts of a physical batch, by public numbers; None where a whole draw is small enough."""
+    most = _PIECE
+    if x.device.type == "cuda":
+        most = max(64, torch.cuda.get_device_properties(x.device).total_memory // (_BYTES * x.shape[1]))
+    return most if 2 * batch > most else None

@@ -96,8 +96,8 @@ class Classifier(nn.Module):
         kept = rows > 0
         seen = kept.clone()
         seen[:, 0] = True  # of a blank text too: nothing may be divided by nothing
-        # A mask of four axes is taken as it is: one of two would be left out where no text of a batch is padded. What is
-        # hidden gets a weight of exactly nothing, in half precision too.
+        # A mask of four axes is taken as it is: one of two would be left out where no text of a batch is padded.
+        # Whatever is hidden gets a weight of exactly nothing, in half precision too.
         hidden = torch.zeros(seen.shape, device=rows.device).masked_fill(~seen, -1e4)
         ids = (rows - 1).clamp(min=0)
         states = self.network(input_ids=ids, attention_mask=hidden[:, None, None, :]).last_hidden_state

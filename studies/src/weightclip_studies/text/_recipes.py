@@ -44,6 +44,7 @@ class Tried:
 
 RECIPES: Mapping[str, Tried] = {
     "plain": Tried(),
+    "rank 8 on queries and values": Tried(part=Lora(8, ("query", "value"))),  # weightclip train --finetune lora
     "batches twice as large": Tried(batch=2),
     "batches four times as large, twice the passes": Tried(batch=4, epochs=2),
     "AdamW without the noise's variance": Tried(recipe=Recipe(corrected=True), slower=5.0),
