@@ -19,10 +19,10 @@ from weightclip import LipDPClassifier, PrivacyEngine, WeightclipError, accounti
 from weightclip.noise import Streams
 from weightclip.tabular import FitPlan, PublicScaling
 from weightclip.tabular import folder as folders
-from weightclip.text import ENCODERS, Lora, Update, fit_lora, load_encoder
+from weightclip.text import ENCODERS, Lora, fit_lora, load_encoder
 from weightclip.text import _finetune as finetune_module
 from weightclip.text._encoder import Package
-from weightclip.text._lora import Classifier, head_weights
+from weightclip.text._lora import Classifier
 
 N = 300
 TINY = ["--encoder", "tiny", "--target", "label", "--epsilon", "8", "--seed", "0", "--tokens", "12", "--rank", "2",
@@ -45,7 +45,8 @@ def reviews(tmp_path):
         for i in range(N):
             label = rng.choice(["pos", "neg"])
             words = rng.choices(["film", "plot", "a", "the", "and"], k=4) + [{"pos": "good", "neg": "bad"}[label]] * 3
-            writer.writerow([i, "" if i == 7 else " ".join(words), "" if i == 9 else label])
+            said = {7: "", 11: "good " * 3000, 12: "\U0001f3ac \x00 [PAD] '\"", 13: " \t "}.get(i, " ".join(words))
+            writer.writerow([i, said, "" if i == 9 else label])
     return path
 
 
@@ -117,35 +118,6 @@ def test_a_step_that_nobody_counted_is_found(encoder, monkeypatch):
     )  # fmt: skip
     tuned = fitted(encoder, accountant="rdp")
     assert tuned.epsilon > tuned.report["epsilon"] * 1.001
-
-
-def test_what_is_saved_computes_what_was_trained(encoder):
-    said, codes = texts(12)
-    short = replace(encoder, longest=8)
-    network = Classifier(encoder, Lora(rank=2, tokens=8), 3, Streams.seeded(1)).eval()
-    with torch.no_grad():
-        for layer in network.trained:
-            layer.weight.normal_()
-        scores = network(torch.from_numpy(short.padded([*said, "", None])))
-        update = network.update()
-        tuned = Update.read({**update.tensors(), "layers.0.weight": codes}, 2).applied(short)
-        weight, bias = head_weights(network.head)
-        features = tuned.features([*said, "", None]) / encoder.width**0.5  # as a model's public scale has it
-    assert np.allclose(features @ weight.T + bias, scores.numpy(), atol=1e-4)
-    assert not np.allclose(tuned.features(said), short.features(said), atol=1e-2)
-    assert np.array_equal(load_encoder("tiny").features(said), encoder.features(said))  # the public one is untouched
-
-
-def test_a_text_counts_alone(encoder):
-    """Padding, blank texts, other texts of the batch and texts that name the padding itself change nothing."""
-    network = Classifier(encoder, Lora(rank=2, tokens=8), 1, Streams.seeded(1)).eval().double()
-    rows = torch.from_numpy(replace(encoder, longest=8).padded(["the good film", "", "[PAD] bad bad bad a a a a a a"]))
-    alone = torch.cat([network(row[None]) for row in rows])
-    assert torch.allclose(network(rows), alone, atol=1e-12) and alone.isfinite().all()
-    assert torch.allclose(network(rows[:1, :5]), alone[:1], atol=1e-12)
-    assert (rows[2] > 0).all() and not (rows[1] > 0).any()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.allclose(network.float()(rows).double(), alone, atol=0.1)
 
 
 def test_each_text_is_limited_over_head_and_updates_together(encoder):

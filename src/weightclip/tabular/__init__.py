@@ -55,6 +55,6 @@ from weightclip.tabular._table import frame_columns as frame_columns
 from weightclip.tabular._table import to_values as to_values
 from weightclip.tabular._training import UNKNOWN as UNKNOWN
 from weightclip.tabular._training import Budget as Budget
-from weightclip.tabular._training import Run as Run
 from weightclip.tabular._training import Settings as Settings
+from weightclip.tabular._training import Trained as Trained
 from weightclip.tabular._training import root_generator as root_generator

@@ -21,9 +21,9 @@ from weightclip.tabular import (
     FitPlan,
     Fitted,
     Model,
-    Run,
     Settings,
     Table,
+    Trained,
     fit_public,
     privacy_report,
     root_generator,
@@ -111,7 +111,7 @@ def fit_lora(
 
 def _train(
     network: Classifier, x: Tensor, y: Tensor, settings: Settings, plan: FitPlan, n: int
-) -> tuple[Run, ParameterAverage, float]:
+) -> tuple[Trained, ParameterAverage, float]:
     """Train in place: what was released, the average of the released weights, and ε as the engine counts it."""
     q, steps, batch = settings.sample_rate(n), settings.steps(n), min(settings.batch, n)
     sigma = Budget(plan.epsilon, plan.delta, plan.accountant).sigma(q, steps)
@@ -132,7 +132,7 @@ def _train(
             spent = engine.get_epsilon(plan.delta)
         finally:
             engine.detach()
-    return Run(settings, (), sigma, q, steps, float(batch), tuple(layers)), average, spent
+    return Trained(settings, (), sigma, q, steps, float(batch), tuple(layers)), average, spent
 
 
 def _loop(
