@@ -49,23 +49,28 @@ Stage = Rows | Timing | Recipes | Audit
 
 def plan(lora: Lora, last: Last, full: Full) -> tuple[Stage, ...]:
     """Stages, the most important first; one begins when the one before it has ended."""
-    private = ("cap", "opacus")
+    private, timed = ("cap", "opacus"), ("non-private", "cap", "opacus")
 
-    def rows(part: Part, epsilons: Sequence[float], methods: Sequence[str] = private, ceiling: bool = False) -> Rows:
-        wanted: list[tuple[Part, str, float | None]] = [(part, m, e) for e in epsilons for m in methods]
-        return Rows((*wanted, *([(part, "non-private", None)] if ceiling else [])))
+    def rows(part: Part, epsilons: Sequence[float], methods: Sequence[str] = private) -> Rows:
+        return Rows(tuple((part, method, e) for e in epsilons for method in methods))
+
+    def ceiling(part: Part) -> Rows:
+        return Rows(((part, "non-private", None),))
 
     return (
-        rows(lora, [8.0], ceiling=True),
-        Timing(lora, ("non-private", "cap", "opacus")),
+        rows(lora, [8.0]),
         rows(lora, [3.0, 1.0]),
-        rows(last, [8.0], ceiling=True),
-        rows(full, [8.0], ceiling=True),
+        Timing(lora, timed),
+        rows(last, [8.0]),
+        rows(full, [8.0]),
+        ceiling(lora),
         Recipes(tuple(RECIPES)[:9], 8.0, lora),
         Audit(lora, "cap", 8.0, 4000),
-        Timing(last, ("non-private", "cap", "opacus")),
-        Timing(full, ("non-private", "cap", "opacus")),
+        Timing(last, timed),
+        Timing(full, timed),
         rows(lora, [8.0], ("factors", "quantiles")),
+        ceiling(last),
+        ceiling(full),
         rows(last, [3.0, 1.0]),
         rows(full, [3.0, 1.0]),
         Recipes(tuple(RECIPES)[9:], 8.0, lora),
