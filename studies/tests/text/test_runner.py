@@ -105,6 +105,11 @@ def test_a_row_that_fails_stops_no_other(data, tmp_path, monkeypatch):
     assert [r["method"] for r in table(tmp_path / "sst2.csv")] == ["non-private"]
 
 
+def test_stages_end_with_the_time(data, tmp_path):
+    _, said = run(data, tmp_path, (Rows(((Head(), "non-private", None),)),) * 2, until=time.time() - 1)
+    assert said == ["no time left: stages 1 to 2 were not begun"] and not (tmp_path / "sst2.csv").exists()
+
+
 def test_nothing_is_begun_that_will_not_end_in_time(data, tmp_path):
     study = Study(data, tmp_path / "runs", epochs=1, batch=64, until=time.time() + 1000)
     settings = Settings("non-private", 0.1, 1.0, 64, 1)

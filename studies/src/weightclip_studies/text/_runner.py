@@ -58,6 +58,9 @@ class Runner:
         try:
             for number, stage in enumerate(stages, 1):
                 left = max(0.0, study.until - time.time())
+                if study.until and not left:
+                    self.told(f"no time left: stages {number} to {len(stages)} were not begun")
+                    break
                 self.told(f"stage {number} of {len(stages)}: {type(stage).__name__.lower()}, {left:.0f} s left")
                 self._stage(stage)
         finally:
