@@ -66,7 +66,8 @@ class Run:
                 make_layer_private(layer, cap=cap if each else None, product=product, shared=shared or len(layers) > 1)
             joint = None if each else cap
             self.collector.enter(Entry.of(layers[0], places, uses, joint, tied=layers[1:]))
-        self.collector.watch(self.model)
+        self.collector.passes.watch(self.model, moved=True)
+        self.collector.passes.watch_end(self.model)
         example = batch if public is None else public
         self.collector.discover(lambda n: call(self.model, pick(example, torch.arange(n) % size_of(example))))
 

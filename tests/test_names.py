@@ -40,6 +40,10 @@ def exists(name: str) -> bool:
         path = f"{path}.{part}"
         try:
             value = getattr(value, part)
+        except ModuleNotFoundError as error:  # a loop of another library's
+            if (error.name or "weightclip").startswith("weightclip"):
+                return False
+            pytest.skip(f"{error.name} is not installed")
         except AttributeError:
             try:
                 value = importlib.import_module(path)

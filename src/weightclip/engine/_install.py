@@ -81,8 +81,12 @@ def install(t: Training) -> None:
     t.randomness = ForwardRandomness(device, t.mask_key, t.draws)
     before, after = t.randomness.hooks()
     # ahead of the hooks that users have, which may draw too; moved only where it must be (torch 2.10 compiles no other)
-    behind = bool(forward_hooks(t.model))
-    t.handles = [t.model.register_forward_pre_hook(before, prepend=behind)]
+    behind, is_open, passes = bool(forward_hooks(t.model)), t.plan.graph is None, t.collector.passes
+    first = [lambda: t.model.register_forward_pre_hook(before, prepend=behind)]
+    if is_open:
+        passes.prepare = functools.partial(_prepare, weakref.ref(t))
+        first.insert(0, lambda: passes.watch(t.model, moved=behind))
+    t.handles = [register() for register in (reversed(first) if behind else first)]
     projections = {"": math.inf, **bounds.projections()}
     detach = bounds.p != 2  # an l2 projection expands other norms unless its scale is a constant
     for path, radius in projections.items():
@@ -95,9 +99,8 @@ def install(t: Training) -> None:
         t.handles.append(t.model.register_forward_hook(buffers.after))
     t.handles.append(t.model.register_forward_hook(t.gate))
     t.handles.append(t.model.register_forward_hook(after, always_call=True))
-    if t.plan.graph is None:
-        t.collector.passes.prepare = functools.partial(_prepare, weakref.ref(t))
-        t.handles += t.collector.watch(t.model)
+    if is_open:
+        t.handles.append(passes.watch_end(t.model))
     for parameter in {id(p): p for p in (*t.release.parameters, *t.release.leaves)}.values():
         parameter.grad = None
         t.handles.append(parameter.register_post_accumulate_grad_hook(t.refuse_term))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weightclip._device import wake_backward_thread
 from weightclip.errors import ContractError
@@ -181,10 +181,6 @@ class Collector:
     def discover(self, run: Callable[[int], Any], signature: Hashable = None) -> RowTable:
         """Find which rows are whose, by ``run(n)``: a forward pass over n public records (:meth:`Passes.discover`)."""
         return self.passes.discover(run, signature)
-
-    def watch(self, model: nn.Module) -> list[Any]:
-        """Hooks that tell private layers about the running pass; to be removed by the caller."""
-        return self.passes.watch(model)
 
     @contextlib.contextmanager
     def collection(self, rows: int, mask: Tensor | None = None) -> Iterator[None]:

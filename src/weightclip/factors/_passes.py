@@ -127,12 +127,16 @@ class Passes:
         table.learn(many, few, self.names)
         return bool(many or few)
 
-    def watch(self, model: nn.Module) -> list[Any]:
-        """Hooks on the model that say when a pass runs and over how many records; the caller removes them."""
-        return [
-            model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._after, always_call=True),
-        ]
+    def watch(self, model: nn.Module, moved: bool) -> Any:
+        """A hook that says when a pass begins and over how many records; the caller removes it.
+
+        It must be the first: ``moved`` puts it in front of those that are there.
+        """
+        return model.register_forward_pre_hook(self._before, prepend=moved, with_kwargs=True)
+
+    def watch_end(self, model: nn.Module) -> Any:
+        """A hook that says when a pass is over, whatever comes of it; the caller removes it."""
+        return model.register_forward_hook(self._after, always_call=True)
 
     @contextlib.contextmanager
     def testing(self, signature: Hashable) -> Iterator[None]:
