@@ -2,6 +2,7 @@
 
 The whole suite with its long tests (WEIGHTCLIP_FULL=1), the core tests and a fresh install with the declared minimum
 and with the newest torch. The log is results/tests/full.log; paths of this machine are left out of it.
+``python tools/test_full.py test-torch test-install`` runs these steps alone, and adds to the log.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ LOG = ROOT / "results" / "tests" / "full.log"
 def main() -> None:
     """Run every step, also after one that failed; the exit code is 0 if none did."""
     LOG.parent.mkdir(parents=True, exist_ok=True)
+    chosen = set(sys.argv[1:])
+    if unknown := chosen - {step[0] for step in STEPS}:
+        sys.exit(f"tools/test_full.py: there is no step {min(unknown)!r}: test, test-torch or test-install.")
     summary = []
-    with LOG.open("w") as log:
+    with LOG.open("a" if chosen else "w") as log:
 
         def say(text: str) -> None:
             text = text.replace(str(ROOT), ".").replace(str(Path.home()), "~")
@@ -37,7 +41,9 @@ def main() -> None:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-        for step in STEPS:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        say(f"== at commit {commit.stdout.strip() or 'unknown'}\n")
+        for step in [step for step in STEPS if not chosen or step[0] in chosen]:
             name, began = "make " + " ".join(step), time.perf_counter()
             say(f"== {name}\n")
             command = ["make", "--no-print-directory", *step]
