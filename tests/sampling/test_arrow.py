@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 
 import numpy as np
@@ -188,10 +189,16 @@ def streamed(path):
     return path.with_name("s.arrow")
 
 
-def test_what_a_killed_call_has_left_lends_no_rights(tmp_path):
+def test_calls_at_once_do_not_touch_each_others_files(tmp_path, monkeypatch):
     parquet.write_table(pa.table({"a": [1.0, 2.0]}), tmp_path / "t.parquet")
-    left = tmp_path / "t.arrow.part"
-    left.write_bytes(b"half")
-    left.chmod(0o666)
-    data = ArrowDataset.from_parquet(tmp_path / "t.parquet", tmp_path / "t.arrow", "a")
-    assert len(data) == 2 and (tmp_path / "t.arrow").stat().st_mode & 0o777 == 0o600 and not left.exists()
+    target, replace = tmp_path / "t.arrow", os.replace
+
+    def another_call_comes_first(source, place):
+        monkeypatch.setattr(os, "replace", replace)
+        assert len(ArrowDataset.from_parquet(tmp_path / "t.parquet", target, "a")) == 2
+        replace(source, place)
+
+    monkeypatch.setattr(os, "replace", another_call_comes_first)
+    assert len(ArrowDataset.from_parquet(tmp_path / "t.parquet", target, "a")) == 2
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.arrow", "t.parquet"]

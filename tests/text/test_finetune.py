@@ -22,7 +22,7 @@ from weightclip.tabular import folder as folders
 from weightclip.text import ENCODERS, Lora, fit_lora, load_encoder
 from weightclip.text import _finetune as finetune_module
 from weightclip.text._encoder import Package
-from weightclip.text._lora import Classifier
+from weightclip.text._lora import Classifier, words_and_ends
 
 N = 300
 TINY = ["--encoder", "tiny", "--target", "label", "--epsilon", "8", "--seed", "0", "--tokens", "12", "--rank", "2",
@@ -116,14 +116,73 @@ def test_a_step_that_nobody_counted_is_found(encoder, monkeypatch):
         finetune_module, "_loop",
         lambda engine, average, settings, steps, *more: real(engine, average, settings, steps + 1, *more),
     )  # fmt: skip
-    tuned = fitted(encoder, accountant="rdp")
-    assert tuned.epsilon > tuned.report["epsilon"] * 1.001
+    with pytest.raises(WeightclipError, match="the engine has spent"):
+        fitted(encoder, accountant="rdp")
+
+
+def test_fits_without_a_seed_differ_and_say_so(encoder):
+    said, codes = texts(30)
+    rows = replace(encoder, longest=8).padded(said)
+    found = [
+        fit_lora(rows, codes, ("neg", "pos"), "label", "review", encoder, Lora(rank=2, tokens=8),
+                 replace(plan(not_covered=("a word of the caller",)), streams=Streams.secure()))
+        for _ in range(2)
+    ]  # fmt: skip
+    one, other = (tuned.model.weights[0][0] for tuned in found)
+    assert np.abs(one - other).max() > 1e-3
+    assert all(tuned.report["secure_noise"] for tuned in found) and not fitted(encoder).report["secure_noise"]
+    assert "a word of the caller" in found[0].report["not_covered"]
+    assert any(line.startswith("place") for line in found[0].report["not_covered"])
+
+
+@pytest.mark.parametrize("classes", [("neg", "pos"), ("neg", "odd", "pos")])
+def test_texts_without_a_known_label_contribute_nothing(encoder, monkeypatch, classes):
+    """The release without noise of texts of which some have no label is that of the others."""
+    sums: list[torch.Tensor] = []
+
+    def watched(engine, average, settings, steps, progress, device):
+        (x, y), step = next(iter(engine.loader)), engine.fused_step()
+        step(x, y)
+        sums.append(torch.cat([p.grad.flatten() for p in engine.optimizer.param_groups[0]["params"]]))
+
+    monkeypatch.setattr(finetune_module, "_loop", watched)
+    monkeypatch.setattr(finetune_module, "_FRACTION", 1.0)
+    monkeypatch.setattr(finetune_module.Budget, "sigma", lambda *a: 1e-9)
+    monkeypatch.setattr(finetune_module, "privacy_report", lambda *a, **k: {"epsilon": float("inf")})
+    said, codes = texts(6)
+    labels = np.array([0.0, np.nan, 1.0, -1.0, 1.0, 7.0]) if len(classes) == 2 else np.array([0, -1, 1, 99, 2, -100])
+    known = [0, 2, 4]
+    rows = replace(encoder, longest=8).padded(said)
+    for keep in (range(6), known):
+        keep = list(keep)
+        fit_lora(rows[keep], labels[keep], classes, "label", "review", encoder, Lora(rank=2, tokens=8),
+                 plan(records=6))  # fmt: skip
+    assert sums[1].norm() > 0 and torch.allclose(sums[0], sums[1], atol=1e-6)
+
+
+def test_earlier_releases_and_weights_are_refused(encoder):
+    paid = accounting.Mechanism("gaussian", 0.3, 1.0, 1)
+    for more in ({"spent": (paid,)}, {"past": (paid,)}, {"weights": np.ones(60)}):
+        with pytest.raises(WeightclipError, match="leave them out"):
+            fitted(encoder, **more)
+
+
+def test_a_network_that_mixes_the_words_of_texts_is_refused(encoder, monkeypatch):
+    """The mutant: each text is read with the words of the one before it."""
+    real = Classifier.forward
+
+    def mixed(self, rows):
+        return real(self, torch.stack([rows[:, 0].roll(1, 0), rows[:, 1]], 1))
+
+    monkeypatch.setattr(Classifier, "forward", mixed)
+    with pytest.raises(WeightclipError, match="record"):
+        fitted(encoder)
 
 
 def test_each_text_is_limited_over_head_and_updates_together(encoder):
     """The release without noise is the sum of exact gradients, each cut to norm 1 over everything that is trained."""
     said, codes = texts(5)
-    rows = torch.from_numpy(replace(encoder, longest=8).padded(said))
+    rows = words_and_ends(replace(encoder, longest=8).padded(said))
     y = torch.from_numpy(codes.astype(np.float32))
     network = Classifier(encoder, Lora(rank=2, tokens=8), 1, Streams.seeded(1)).eval().double()
     trained = [p for p in network.parameters() if p.requires_grad]
@@ -219,8 +278,9 @@ def test_a_column_of_numbers_is_no_text(encoder, tmp_path, capsys):
         (lambda t: t.update({"text.pooler.up": t["layers.0.bias"], "text.pooler.down": t["layers.0.bias"]}), "rank 2"),
         (lambda t: t.update({k.replace("query", "mixer"): t.pop(k) for k in list(t) if "query" in k}), "no layer"),
         (lambda t: t.update({"layers.0.weight": t["layers.0.weight"] * np.float32(np.nan)}), "finite float32"),
+        (lambda t: t.update({k: v * np.float32(np.nan) for k, v in t.items() if k.endswith("up")}), "finite float32"),
     ],
-    ids=["half an update", "no update", "vectors", "another layer", "no numbers"],
+    ids=["half an update", "no update", "vectors", "another layer", "no numbers", "an update of no numbers"],
 )
 def test_a_damaged_update_is_answered_in_one_line(encoder, tmp_path, reviews, tuned, capsys, change, match):
     tensors = {**tuned.model.tensors(), **tuned.update.tensors()}

@@ -12,7 +12,7 @@ from tests import text_kit
 from weightclip import WeightclipError
 from weightclip.noise import Streams
 from weightclip.text import Lora, Update, load_encoder
-from weightclip.text._lora import Classifier, head_weights
+from weightclip.text._lora import Classifier, head_weights, words_and_ends
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_what_is_saved_computes_what_was_trained(encoder):
     with torch.no_grad():
         for layer in network.trained:
             layer.weight.normal_()
-        scores = network(torch.from_numpy(short.padded([*said, "", None])))
+        scores = network(words_and_ends(short.padded([*said, "", None])))
         update = network.update()
         tuned = Update.read({**update.tensors(), "layers.0.weight": codes}, 2).applied(short)
         weight, bias = head_weights(network.head)
@@ -41,13 +41,32 @@ def test_what_is_saved_computes_what_was_trained(encoder):
 def test_a_text_counts_alone(encoder):
     """Padding, blank texts, other texts of the batch and texts that name the padding itself change nothing."""
     network = Classifier(encoder, Lora(rank=2, tokens=8), 1, Streams.seeded(1)).eval().double()
-    rows = torch.from_numpy(replace(encoder, longest=8).padded(["the good film", "", "[PAD] bad bad bad a a a a a a"]))
+    rows = words_and_ends(replace(encoder, longest=8).padded(["the good film", "", "[PAD] bad bad bad a a a a a a"]))
     alone = torch.cat([network(row[None]) for row in rows])
     assert torch.allclose(network(rows), alone, atol=1e-12) and alone.isfinite().all()
-    assert torch.allclose(network(rows[:1, :5]), alone[:1], atol=1e-12)
-    assert (rows[2] > 0).all() and not (rows[1] > 0).any()
+    assert torch.allclose(network(rows[:1, :, :5]), alone[:1], atol=1e-12)
+    assert (rows[2, 1] > 0).all() and not (rows[1, 1] > 0).any()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.allclose(network.float()(rows).double(), alone, atol=0.1)
+
+
+def test_what_stands_behind_the_end_of_a_text_counts_exactly_nothing(encoder):
+    network = Classifier(encoder, Lora(rank=2, tokens=8), 1, Streams.seeded(1)).eval()
+    with torch.no_grad():
+        for p in network.network.parameters():
+            p.mul_(3)  # attention that is sharp
+    rows = words_and_ends(replace(encoder, longest=8).padded(["the good film"]))
+    other = rows.clone()
+    other[0, 0][rows[0, 1] == 0] = 5
+    assert not torch.equal(rows, other)
+    for kind in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == torch.bfloat16):
+            assert torch.equal(network(rows), network(other))
+
+
+def test_halves_of_characters_are_read_as_some_text(encoder):
+    assert np.isfinite(encoder.features(["good \ud83c film"])).all()
+    assert encoder.padded(["good \ud83c film"]).any()
 
 
 def test_only_head_and_second_factors_are_trained(encoder):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,25 +52,27 @@ class ArrowDataset(Dataset):
         import pyarrow.parquet as pq
 
         names = [name for group in columns for name in ([group] if isinstance(group, str) else group)]
-        temporary = f"{os.fspath(path)}.part"
+        folder, name = os.path.split(os.path.abspath(path))
+        temporary = ""
         try:
             with pq.ParquetFile(parquet, memory_map=True) as source:
                 _check_names(os.fspath(parquet), source.schema_arrow.names, names)
                 wanted = list(dict.fromkeys(names))
                 schema = pa.schema([source.schema_arrow.field(name) for name in wanted])
-                with contextlib.suppress(FileNotFoundError):  # of a call that was killed: with rights of its own
-                    os.unlink(temporary)
-                handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-                with os.fdopen(handle, "wb") as file, pa.ipc.new_file(file, schema) as sink:
-                    for batch in source.iter_batches(batch_size=_ROWS, columns=wanted):
-                        sink.write_batch(batch.select(wanted))
+                handle, temporary = tempfile.mkstemp(prefix=f"{name}.", suffix=".part", dir=folder)  # this call's own
+                with os.fdopen(handle, "wb") as file:
+                    with pa.ipc.new_file(file, schema) as sink:
+                        for batch in source.iter_batches(batch_size=_ROWS, columns=wanted):
+                            sink.write_batch(batch.select(wanted))
+                    file.flush()
+                    os.fsync(file.fileno())
             os.replace(temporary, path)
         except (OSError, pa.ArrowException) as error:
             raise WeightclipError(
                 f"ArrowDataset: cannot write {os.fspath(parquet)!r} as an Arrow file ({type(error).__name__})."
             ) from error
         finally:
-            if os.path.exists(temporary):
+            if os.path.exists(temporary):  # not where it has taken its place
                 os.unlink(temporary)
         return cls(path, *columns)
 

@@ -66,7 +66,7 @@ class TextEncoder:
 
     def tokens(self, text: str) -> list[int]:
         """Numbers of a text's tokens, with the marks of beginning and end."""
-        ids = self.tokenizer.encode(text).ids
+        ids = self.tokenizer.encode(text.encode("utf-8", "replace").decode()).ids  # halves of characters are no text
         return ids if len(ids) <= self.longest else [*ids[: self.longest - 1], ids[-1]]
 
     def padded(self, texts: Iterable[str | None], shown: Callable[[int], None] | None = None) -> np.ndarray:

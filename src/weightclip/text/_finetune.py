@@ -31,7 +31,7 @@ from weightclip.tabular import (
 )
 from weightclip.text._encoder import TextEncoder
 from weightclip.text._file import WHOLE, feature_columns
-from weightclip.text._lora import Classifier, Lora, Update, head_weights
+from weightclip.text._lora import Classifier, Lora, Update, head_weights, words_and_ends
 
 _FRACTION, _EPOCHS, _RATE = 1 / 15, 12, 5e-3  # of the text study (docs/text.md), whose data are not the user's
 _PIECE = 256  # texts of a physical batch on a CPU
@@ -79,6 +79,8 @@ def fit_lora(
     """
     if plan.ledger is not None or plan.checkpoint is not None:
         raise WeightclipError("fine-tuning keeps no ledger and cannot be resumed: leave --ledger and --resume out.")
+    if plan.spent or plan.past or plan.weights is not None:
+        raise WeightclipError("fine-tuning counts no earlier releases and takes no weights of records: leave them out.")
     n = plan.records or len(rows)
     settings = Settings(
         hidden=(), batch=max(1, round(_FRACTION * n)), epochs=plan.chosen.get("epochs", _EPOCHS), lr=_RATE,
@@ -86,7 +88,7 @@ def fit_lora(
     )  # fmt: skip
     outputs = len(classes) if len(classes) > 2 else 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    x = torch.from_numpy(np.asarray(rows, dtype=np.int32)).to(device)
+    x = words_and_ends(rows).to(device)
     if outputs == 1:  # a label beyond [0, 1] contributes nothing
         y = torch.from_numpy(np.asarray(codes, dtype=np.float32)).to(device)
     else:
@@ -105,6 +107,8 @@ def fit_lora(
         public={"classes": len(classes), "settings": public}, secure=plan.streams.is_secure,
         not_covered=plan.not_covered,
     )  # fmt: skip
+    if not spent <= report["epsilon"] * (1 + 1e-9):
+        raise ContractError(f"the engine has spent epsilon {spent:g}, the report says {report['epsilon']:g}.")
     model = Model(scale, (head,), "classification", classes, target=target)
     return Tuned(model, update, report, spent)
 
@@ -167,5 +171,5 @@ def _piece(batch: int, x: Tensor) -> int | None:
     """Texts of a physical batch, by public numbers; None where a whole draw is small enough."""
     most = _PIECE
     if x.device.type == "cuda":
-        most = max(64, torch.cuda.get_device_properties(x.device).total_memory // (_BYTES * x.shape[1]))
+        most = max(64, torch.cuda.get_device_properties(x.device).total_memory // (_BYTES * x.shape[2]))
     return most if 2 * batch > most else None

@@ -68,6 +68,16 @@ class LowRank(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+def words_and_ends(rows: np.ndarray) -> Tensor:
+    """Rows of `TextEncoder.padded` as the network reads them: numbers of tokens, and which of them are the text's.
+
+    Apart from each other, so that the engine's test of independence, whose integers are 0 and 1, tries other words and
+    other lengths of texts.  # texts x tokens -> texts x 2 x tokens, int32
+    """
+    rows = np.asarray(rows, dtype=np.int32)
+    return torch.from_numpy(np.stack([np.maximum(rows - 1, 0), (rows > 0).astype(np.int32)], axis=1))
+
+
 class Classifier(nn.Module):
     """Token numbers to outputs: the encoder with its updates, the mean over a text's tokens, one layer.
 
@@ -92,14 +102,13 @@ class Classifier(nn.Module):
             self.head.bias.zero_()
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Outputs of rows as `TextEncoder.padded` makes them.  # texts x tokens -> texts x outputs"""
-        kept = rows > 0
+        """Outputs of `words_and_ends` of texts.  # texts x 2 x tokens -> texts x outputs"""
+        ids, kept = rows[:, 0], rows[:, 1] > 0
         seen = kept.clone()
         seen[:, 0] = True  # of a blank text too: nothing may be divided by nothing
         # A mask of four axes is taken as it is: one of two would be left out where no text of a batch is padded.
         # Whatever is hidden gets a weight of exactly nothing, in half precision too.
         hidden = torch.zeros(seen.shape, device=rows.device).masked_fill(~seen, -1e4)
-        ids = (rows - 1).clamp(min=0)
         states = self.network(input_ids=ids, attention_mask=hidden[:, None, None, :]).last_hidden_state
         return self.head(SCALE * pooled(states, kept))
 

@@ -58,7 +58,7 @@ def follow(monkeypatch: pytest.MonkeyPatch, out: Path, **settings: Any) -> tuple
     def train(data: Pictures, recipe: Recipe, sigma: float, seed: int, folder: Path, **rest: Any) -> Trained:
         kind = "test" if bool((data.x[:, 0, 0, 0] == 2).any()) else "train"
         trained.append((kind, tuple(data.x[:, 0, 0, 1].tolist())))
-        return Trained(Answers(recipe, labels, asked), 0.5, recipe.steps, 1.0, 1.0)
+        return Trained(Answers(recipe, labels, asked), 0.5, recipe.steps, recipe.steps, 1.0, 1.0)
 
     monkeypatch.setattr(_driver, "train", train)
     figure = Figure(out, changes={"batch": 100, "steps": 2}, say=lambda line: None, **settings)

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,21 @@ def test_the_clock_stops_it_and_a_cut_row_is_left_out(tmp_path, monkeypatch) -> 
     path.write_text(path.read_text()[:-20])
     again, trained, _ = follow(monkeypatch, tmp_path, trials=1, seeds=2)
     assert len(again.rows) == 1 and again.run([CELL]) and len(trained) == 1
+    third, trained, _ = follow(monkeypatch, tmp_path, trials=1, seeds=2)
+    assert len(third.rows) == 2 and third.run([CELL]) and not trained  # the new row stands on a line of its own
+
+
+def test_a_run_of_which_little_was_kept_is_begun_anew(tmp_path, monkeypatch) -> None:
+    figure, trained, _ = follow(monkeypatch, tmp_path, trials=1, seeds=1)
+    kept, real = [1], _driver.train
+
+    def train(*args, **kwargs):
+        done = real(*args, **kwargs)
+        args[4].mkdir(parents=True, exist_ok=True)
+        return replace(done, updates=kept.pop() if kept else done.releases)
+
+    monkeypatch.setattr(_driver, "train", train)
+    assert figure.run([CELL]) and len(trained) == 2 and len(figure.rows) == 1
 
 
 def test_processes_may_share_a_folder(tmp_path, monkeypatch) -> None:

@@ -194,8 +194,16 @@ def test_a_killed_run_is_charged_for_what_it_released_and_spends_no_more(
     monkeypatch.setattr(kind, "step", counted)
     done = train(pictures(), recipe, 2.0, 0, tmp_path)
     assert updates[1:] == [4, 5]  # the two that were lost are not made again
-    assert done is not None and done.releases == 6 == read(tmp_path / "ledger").charges
+    assert done is not None and done.releases == 6 == read(tmp_path / "ledger").charges and done.updates == 4
     assert done.epsilon == pytest.approx(spent(6), rel=1e-6)
+
+
+def test_a_finished_run_is_found_again_as_it_ended(tmp_path: Path) -> None:
+    first = train(pictures(), JOINT, 2.0, 0, tmp_path)
+    again = train(pictures(), JOINT, 2.0, 0, tmp_path)  # its row was not written: killed in between
+    assert first is not None and again is not None and again.updates == again.releases == JOINT.steps
+    for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 # -- Opacus ---------------------------------------------------------------------------------------------------------
@@ -222,3 +230,30 @@ def test_adaptive_thresholds_follow_the_public_batch_size(monkeypatch: pytest.Mo
     parameters = sum(p.numel() for p in build(JOINT, 1, 8, 0).parameters())
     monkeypatch.setattr("weightclip_studies.figure._opacus._MOST", 7 * parameters)
     assert threshold(some) == pytest.approx(whole, rel=1e-9)  # pieces of seven records count together
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_an_adaptive_threshold_costs_what_is_accounted() -> None:
+    """One record moves the count by 1 and the gradient by the threshold: together they have the multiplier sigma."""
+    for sigma, batch in ((1.0, 40), (4.0, 40), (2.0, 4096)):
+        recipe = Recipe("convnet", "opacus-adaptive", batch=batch, clip=1.0)
+        model = build(recipe, 1, 8, 0)
+        _, private = opacus_step(model, torch.optim.SGD(model.parameters(), lr=0.0), recipe, batch, sigma)
+        count, said = private.unclipped_num_std, private.noise_multiplier
+        gradients = (said**-2 - (2 * count) ** -2) ** -0.5  # as Opacus draws them
+        assert (gradients**-2 + count**-2) ** -0.5 == pytest.approx(sigma, rel=1e-9)
+
+
+def test_noise_of_opacus_comes_from_no_public_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    forked: list[object] = []
+    real = torch.random.fork_rng
+    monkeypatch.setattr(torch.random, "fork_rng", lambda *a, **k: forked.append((a, k)) or real(*a, **k))
+    recipe = Recipe("convnet", "opacus", batch=40, clip=1.0)
+    found = []
+    for _ in range(2):
+        model = build(recipe, 1, 8, 0)
+        found.append(opacus_step(model, torch.optim.SGD(model.parameters(), lr=0.0), recipe, 40, 1.0)[1].generator)
+    assert forked == [((), {})] * 2  # of GPUs too
+    assert found[0].initial_seed() != found[1].initial_seed()

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from weightclip_studies.images._noise import NoiseTable
 from weightclip_studies.images._training import accuracy
 
 ROWS_FILE = "figure.jsonl"
+_WHOLE = 0.98  # share of its steps that must be in the weights of a finished run
 _COMPILES = 120  # seconds without which a compiled run is not worth beginning
 CROPS = {"mnist": Crops(2, flip=False), "fashion_mnist": Crops(2), "cifar10": Crops(4)}
 Row = dict[str, Any]
@@ -153,15 +155,21 @@ class Figure:
         if done is None:
             self.say(f"{cell.key} {stage} seed {seed}: put aside in {folder}")
             return False
+        if done.updates < _WHOLE * recipe.steps:  # killed before its first checkpoint, or much later than the last
+            self.say(f"{cell.key} {stage} seed {seed}: only {done.updates} updates were kept; begun anew")
+            shutil.rmtree(folder)  # nothing of it is published
+            return self._one(cell, stage, recipe, seed, fit, judge, **more)
         check_spent(cell, recipe, done)
         row = {"stage": stage, "cell": cell.key, "dataset": cell.dataset, "changes": dict(cell.changes), "seed": seed,
                "accuracy": accuracy(done.model, judge), "epsilon": None if cell.epsilon is None else done.epsilon,
-               "target": cell.epsilon, "releases": done.releases, "sigma": sigma, "records": len(fit),
-               "seconds": round(done.seconds, 2), "step_ms": round(done.step_ms, 3), "device": self._device_name(),
+               "target": cell.epsilon, "releases": done.releases, "updates": done.updates, "sigma": sigma,
+               "records": len(fit), "seconds": round(done.seconds, 2), "step_ms": round(done.step_ms, 3),
+               "device": self._device_name(),
                "recipe": recipe.to_dict(), **more}  # fmt: skip
         self.rows.append(row)
-        with (self.out / ROWS_FILE).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        with (self.out / ROWS_FILE).open("a+b") as file:
+            torn = file.tell() and (file.seek(-1, 2), file.read(1))[1] != b"\n"  # a killed process left half a line
+            file.write(b"\n" * bool(torn) + json.dumps(row).encode() + b"\n")
         discard(folder)
         self.say(f"{cell.key} {stage} seed {seed}: {row['accuracy']:.2f}% in {row['seconds']:.0f} s, "
                  f"{row['step_ms']:.1f} ms a step, lr {recipe.learning_rate:g}, clip {recipe.clip:g}")  # fmt: skip

@@ -37,10 +37,12 @@ def opacus_step(
     """(a step of DP-SGD, Opacus's optimiser): gradients of single records, in pieces that fit into memory.
 
     Formal guarantees:
-        Opacus's own: one Gaussian mechanism of multiplier ``sigma`` a step on a Poisson draw. With an adaptive
-        threshold the noise of gradients is larger, so that both releases together cost that (Andrew et al. 2021,
-        Theorem 1); the share of records is taken of the public batch size, where Opacus 1.6 divides by the size of the
-        draw, which is private.
+        Opacus's own: one Gaussian mechanism of multiplier ``sigma`` a step on a Poisson draw, by a generator that the
+        operating system seeds. With an adaptive threshold the noise of gradients is larger, so that both releases
+        together cost that: a record moves the count of unclipped ones by 1, so that their multipliers s and z must have
+        1/s^2 + 1/z^2 = 1/sigma^2. Opacus 1.6 takes 1/(4 s^2), as for counts around a half (Andrew et al. 2021,
+        Theorem 1), which it does not release. The share of records is taken of the public batch size, where Opacus
+        divides by the size of the draw, which is private.
     """
     try:
         from opacus.grad_sample import GradSampleModule
@@ -58,12 +60,16 @@ def opacus_step(
             self.sample_size = batch
             super().update_max_grad_norm()
 
-    wrapped = GradSampleModule(model)
-    noise: dict[str, Any] = {"noise_multiplier": sigma, "max_grad_norm": recipe.clip, "expected_batch_size": batch}
+    wrapped, generator = GradSampleModule(model), torch.Generator(next(model.parameters()).device)
+    generator.seed()
+    noise: dict[str, Any] = {"noise_multiplier": sigma, "max_grad_norm": recipe.clip, "expected_batch_size": batch,
+                             "generator": generator}  # fmt: skip
     if recipe.method == "opacus-adaptive":
+        s = max(batch / 20, 2 * sigma)
+        noise["noise_multiplier"] = (sigma**-2 - 0.75 * s**-2) ** -0.5 if sigma else 0.0  # Opacus takes 1/(4 s^2) off
         private: Any = PublicShare(
             optimizer, **noise, target_unclipped_quantile=recipe.quantile, clipbound_learning_rate=0.2,
-            max_clipbound=1e4, min_clipbound=1e-4, unclipped_num_std=max(batch / 20, sigma),
+            max_clipbound=1e4, min_clipbound=1e-4, unclipped_num_std=s,
         )  # fmt: skip
     else:
         private = DPOptimizer(optimizer, **noise)

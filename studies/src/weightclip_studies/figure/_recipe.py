@@ -114,7 +114,7 @@ NETWORKS: dict[str, Callable[[Recipe, int, int], nn.Module]] = {
 
 def build(recipe: Recipe, planes: int, size: int, seed: int) -> nn.Module:
     """The network with initial weights that the seed alone decides."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng():  # generators of GPUs too, which manual_seed reaches
         torch.manual_seed(seed)
         return NETWORKS[recipe.network](recipe, planes, size)
 

@@ -52,11 +52,15 @@ USUAL = Crops()
 
 @dataclass
 class Trained:
-    """A finished run: the plain model with the weights to be evaluated, what it cost, how long it took."""
+    """A finished run: the plain model with the weights to be evaluated, what it cost, how long it took.
+
+    ``updates`` are the releases that are in the weights: kills lose those since the last checkpoint.
+    """
 
     model: nn.Module
     epsilon: float
     releases: int
+    updates: int
     seconds: float
     step_ms: float
 
@@ -107,7 +111,7 @@ def train(
         spent = None
         try:
             average = ParameterAverage(run.model, recipe.average, warmup=True) if recipe.average else None
-            before = _resume(run, average, folder)
+            before, updates = _resume(run, average, folder)
             began = saved = time.perf_counter()
             clock = [(run.done, _now(device))]
             run.model.train()
@@ -115,16 +119,17 @@ def train(
                 for group in run.optimizer.param_groups:
                     group["lr"] = recipe.rate(run.done)
                 run.step()
+                updates += 1
                 if average is not None:
                     average.update()
                 if run.done % _CLOCK and run.done < recipe.steps:
                     continue
                 clock.append((run.done, _now(device)))
                 late = time.monotonic() > deadline
-                if run.done < recipe.steps and (late or clock[-1][1] - saved > every):
+                if run.done == recipe.steps or late or clock[-1][1] - saved > every:
                     saved = clock[-1][1]
-                    _save(run, average, folder, before + saved - began)
-                    if late:
+                    _save(run, average, folder, before + saved - began, updates)
+                    if late and run.done < recipe.steps:
                         return None
             took = clock[-1][1] - began
             paces = [(b - a) / (m - n) for (n, a), (m, b) in itertools.pairwise(clock)]  # the first ones compile
@@ -132,7 +137,7 @@ def train(
             if average is not None and average.steps:
                 _use(average, run.model)
             run.model.eval()
-            return Trained(run.model, spent, releases, before + took, 1e3 * statistics.median(paces or [0.0]))
+            return Trained(run.model, spent, releases, updates, before + took, 1e3 * statistics.median(paces or [0.0]))
         finally:
             if spent is None:
                 run.close()
@@ -150,7 +155,7 @@ def _start(data: Pictures, recipe: Recipe, sigma: float, seed: int, ledger: Path
     return (_Other if own else _Engine)(data, recipe, sigma, seed, ledger, crops)
 
 
-def _save(run: _Steps, average: ParameterAverage | None, folder: Path, seconds: float) -> None:
+def _save(run: _Steps, average: ParameterAverage | None, folder: Path, seconds: float, updates: int) -> None:
     """A new checkpoint beside the old one, which goes when the new one is whole."""
     place = folder / f"step-{run.done}"
     place.mkdir(exist_ok=True)
@@ -158,17 +163,18 @@ def _save(run: _Steps, average: ParameterAverage | None, folder: Path, seconds: 
     state = {"steps": 0, "average": {}} if average is None else average.state_dict()
     save_file(state["average"], str(place / "average.safetensors"))
     scratch = folder / f"{_LATEST}.part"
-    scratch.write_text(json.dumps({"place": place.name, "seconds": seconds, "averaged": state["steps"]}))
+    told = {"place": place.name, "seconds": seconds, "averaged": state["steps"], "updates": updates}
+    scratch.write_text(json.dumps(told))
     os.replace(scratch, folder / _LATEST)
     for old in folder.glob("step-*"):
         if old != place:
             shutil.rmtree(old)
 
 
-def _resume(run: _Steps, average: ParameterAverage | None, folder: Path) -> float:
-    """Load the last checkpoint, if there is one; the seconds spent before it."""
+def _resume(run: _Steps, average: ParameterAverage | None, folder: Path) -> tuple[float, int]:
+    """Load the last checkpoint, if there is one: (the seconds spent before it, the updates it holds)."""
     if not (folder / _LATEST).exists():
-        return 0.0
+        return 0.0, 0
     latest = json.loads((folder / _LATEST).read_text())
     place = folder / latest["place"]
     run.load(place)
@@ -176,7 +182,7 @@ def _resume(run: _Steps, average: ParameterAverage | None, folder: Path) -> floa
         values = load_file(str(place / "average.safetensors"))
         names = [name for name, _ in run.model.named_parameters()]
         average.load_state_dict({"steps": latest["averaged"], "average": {name: values[name] for name in names}})
-    return float(latest["seconds"])
+    return float(latest["seconds"]), int(latest["updates"])
 
 
 class _Common:

@@ -117,7 +117,7 @@ def _network(name: str) -> Network:
 
 def build(name: str, planes: int, seed: int) -> nn.Module:
     """The network with initial weights that the seed alone decides."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng():  # generators of GPUs too, which manual_seed reaches
         torch.manual_seed(seed)
         return _network(name).make(planes)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -32,7 +31,7 @@ class Canaries:
 
     def kept(self, study: Study, part: Part, settings: Settings, epsilon: float) -> dict[str, Any] | None:
         """What `audit` finds, from the study's file if it was there before; None if there is no time left."""
-        key = json.dumps(["canaries", repr(self), repr(part), settings.told(), epsilon, study.size, study.device.type])
+        key = study.key(part, "canaries", repr(self), settings.told(), epsilon)
         return study.once(key, lambda: asdict(self.audit(study, part, settings, epsilon)))
 
     def audit(self, study: Study, part: Part, settings: Settings, epsilon: float) -> OneRun:

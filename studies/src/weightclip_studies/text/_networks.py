@@ -205,7 +205,7 @@ class LowRank(nn.Module):
 
 
 def _head(width: int, seed: int) -> nn.Linear:
-    with torch.random.fork_rng(devices=()):
+    with torch.random.fork_rng():  # generators of GPUs too, which manual_seed reaches
         torch.manual_seed(seed)
         head = nn.Linear(width, 2)
         nn.init.normal_(head.weight, std=0.01)

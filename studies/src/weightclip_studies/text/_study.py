@@ -78,7 +78,7 @@ class Study:
     def run(self, trial: Trial) -> Line | None:
         """Accuracy of one run; from the file if it was made before, None if there is no time left to make it."""
         part, settings, epsilon, seed, on = trial
-        key, steps = self._key(part, settings.told(), epsilon, seed, on), settings.steps(self.size)
+        key, steps = self.key(part, settings.told(), epsilon, seed, on), settings.steps(self.size)
         kind = f"{part!r} {settings.method} {settings.batch}"
         if (found := self._found(key)) is not None or not self._has_time(kind, steps):
             return found
@@ -180,9 +180,9 @@ class Study:
         return {"seconds": f"{entry['seconds'] * steps:.2f}", "ratio": ratio, "peak_gib": peak}
 
     def _timing(self, part: Part, method: str) -> str:
-        return self._key(part, "timing", "batches of one size" if method == "non-private" else method, self.batch)
+        return self.key(part, "timing", "batches of one size" if method == "non-private" else method, self.batch)
 
-    def _key(self, part: Part, *of: Any) -> str:
+    def key(self, part: Part, *of: Any) -> str:
         here = (self.device.type, self.data.digest, self.length, self.size, self.piece)
         return json.dumps([part.name, repr(part), *of, *here])
 
