@@ -11,16 +11,6 @@ PIECES=${PIECES:-runs/pieces}
 mkdir -p "$WORK"
 if [ -d "$PIECES/site" ]; then rm -rf "$WORK/site" && cp -r "$PIECES/site" "$WORK/site"; fi
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/src:$PWD/studies/src:$WORK/site"
-python3 - <<'END'
-import importlib, sys
-missing = []
-for name in ("torch", "numpy", "scipy", "sklearn", "safetensors", "PIL", "dp_accounting", "typer", "rich"):
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        missing.append(f"{name} ({error})")
-if missing:
-    sys.exit(f"cannot import {', '.join(missing)}")
-END
+python3 studies/benchmarks/need.py torch numpy scipy sklearn safetensors PIL dp_accounting typer rich
 exec python3 -c 'from weightclip_studies.cli import main; main()' extractor plan \
     --work "$WORK" --out "$OUT" --pieces "$PIECES" ${EARLIER:+--earlier "$EARLIER"} --within "${WITHIN:-520}" "$@"

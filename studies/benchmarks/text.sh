@@ -14,16 +14,6 @@ for file in trials.jsonl noise.json sst2.csv recipes.csv canaries.csv; do
     if [ -f "$KEPT/$file" ] && [ ! -f "$OUT/$file" ]; then cp "$KEPT/$file" "$OUT/$file"; fi
 done
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/src:$PWD/studies/src${PYTHONPATH:+:$PYTHONPATH}"
-python3 - <<'END'
-import importlib, sys
-missing = []
-for name in ("torch", "numpy", "scipy", "sklearn", "safetensors", "dp_accounting", "opacus", "matplotlib", "typer", "rich"):
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        missing.append(f"{name} ({error})")
-if missing:
-    sys.exit(f"cannot import {', '.join(missing)}")
-END
+python3 studies/benchmarks/need.py torch numpy scipy sklearn safetensors dp_accounting opacus matplotlib typer rich
 exec python3 -c 'from weightclip_studies.cli import main; main()' text --plan --prepared "$PREPARED" --runs "$OUT" \
     --out "$OUT/sst2.csv" --within "${WITHIN:-500}" --jobs "${JOBS:-3}" "$@"

@@ -46,7 +46,8 @@ class ArrowDataset(Dataset):
     ) -> ArrowDataset:
         """Write the columns of a Parquet file to an Arrow file at `path`, in blocks, and open it.
 
-        The new file takes its place when it is whole; it has the rights of a file that only its owner may read.
+        The new file takes its place when it is whole; only its owner may read it. A call that is killed leaves a file
+        that ends in .part, which only its owner may read either.
         """
         pa = _pyarrow()
         import pyarrow.parquet as pq

@@ -82,13 +82,12 @@ class TextEncoder:
         Formal guarantees:
             Row i is a function of text i and of the public tokenizer; its length is public.
         """
-        rows = []
-        for i, text in enumerate(texts):
+
+        def row(text: str | None) -> np.ndarray:
             ids = [] if text is None or not text.strip() else self.tokens(text)
-            rows.append(np.pad(np.array(ids, dtype=np.int32) + 1, (0, self.longest - len(ids))))
-            if shown is not None:
-                shown(i + 1)
-        return np.stack(rows) if rows else np.zeros((0, self.longest), dtype=np.int32)
+            return np.pad(np.array(ids, dtype=np.int32) + 1, (0, self.longest - len(ids)))
+
+        return _one_by_one(row, texts, shown, np.zeros((0, self.longest), dtype=np.int32))
 
     def features(self, texts: Iterable[str | None], shown: Callable[[int], None] | None = None) -> np.ndarray:
         """Vectors of length one, the mean over each text's tokens; zeros where a text is missing or blank.
@@ -104,13 +103,8 @@ class TextEncoder:
             Row i is a function of text i and of the public encoder, to the last bit: texts are encoded one at a time,
             so that neither padding nor the shape of a batch lets one text change the rounding of another's.
         """
-        rows = []
         with torch.inference_mode():
-            for i, text in enumerate(texts):
-                rows.append(self._one(text))
-                if shown is not None:
-                    shown(i + 1)
-        return np.stack(rows) if rows else np.zeros((0, self.width), dtype=np.float32)
+            return _one_by_one(self._one, texts, shown, np.zeros((0, self.width), dtype=np.float32))
 
     def _one(self, text: str | None) -> np.ndarray:
         if text is None or not text.strip():
@@ -118,6 +112,19 @@ class TextEncoder:
         ids = torch.tensor([self.tokens(text)])
         vector = pooled(self.network(input_ids=ids).last_hidden_state, torch.ones_like(ids))[0]
         return vector.numpy()
+
+
+def _one_by_one(
+    row: Callable[[str | None], np.ndarray], texts: Iterable[str | None], shown: Callable[[int], None] | None,
+    none: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    """The rows of all texts, each made from its own; ``none`` where there are no texts."""
+    rows = []
+    for i, text in enumerate(texts):
+        rows.append(row(text))
+        if shown is not None:
+            shown(i + 1)
+    return np.stack(rows) if rows else none
 
 
 def pooled(states: Tensor, mask: Tensor) -> Tensor:

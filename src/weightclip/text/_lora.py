@@ -21,6 +21,7 @@ PREFIX = "text."
 SCALE = 10.0
 """Length of the vector that the head reads: head and updates then learn at one rate of Adam's."""
 _INIT = "text/init"
+_HIDDEN = -1e4  # added to the score of what is no part of a text
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Classifier(nn.Module):
         seen[:, 0] = True  # of a blank text too: nothing may be divided by nothing
         # A mask of four axes is taken as it is: one of two would be left out where no text of a batch is padded.
         # Whatever is hidden gets a weight of exactly nothing, in half precision too.
-        hidden = torch.zeros(seen.shape, device=rows.device).masked_fill(~seen, -1e4)
+        hidden = torch.zeros(seen.shape, device=rows.device).masked_fill(~seen, _HIDDEN)
         states = self.network(input_ids=ids, attention_mask=hidden[:, None, None, :]).last_hidden_state
         return self.head(SCALE * pooled(states, kept))
 

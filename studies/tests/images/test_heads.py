@@ -188,7 +188,7 @@ def test_the_engine_takes_the_same_step(name: str) -> None:
 @pytest.mark.parametrize("name", ["factors", "flat", "linear"])
 def test_noise_has_the_law_that_is_accounted(name: str) -> None:
     s, sigma = SETTINGS[name], 2.0
-    trainer = HeadTrainer(features(width=400), replace(s, weight_norm=None), sigma, 0)
+    trainer = HeadTrainer(features(width=400), s, sigma, 0)
     seen: list[list[torch.Tensor]] = [[] for _ in range(2 * len(trainer.gradients))]
     for _ in range(40):
         trainer.step(torch.full((16,), len(trainer.data)))  # an empty draw: pure noise
