@@ -120,8 +120,15 @@ def test_a_step_that_nobody_counted_is_found(encoder, monkeypatch):
         fitted(encoder, accountant="rdp")
 
 
-def test_fits_without_a_seed_differ_and_say_so(encoder):
+def test_fits_without_a_seed_differ_and_say_so(encoder, monkeypatch):
     said, codes = texts(30)
+    loop, secure = finetune_module._loop, []
+
+    def watched(engine, *rest):
+        secure.append(engine.streams.is_secure)  # whatever the initial weights are drawn from
+        loop(engine, *rest)
+
+    monkeypatch.setattr(finetune_module, "_loop", watched)
     rows = replace(encoder, longest=8).padded(said)
     found = [
         fit_lora(rows, codes, ("neg", "pos"), "label", "review", encoder, Lora(rank=2, tokens=8),
@@ -131,6 +138,7 @@ def test_fits_without_a_seed_differ_and_say_so(encoder):
     one, other = (tuned.model.weights[0][0] for tuned in found)
     assert np.abs(one - other).max() > 1e-3
     assert all(tuned.report["secure_noise"] for tuned in found) and not fitted(encoder).report["secure_noise"]
+    assert secure == [True, True, False]
     assert "a word of the caller" in found[0].report["not_covered"]
     assert any(line.startswith("place") for line in found[0].report["not_covered"])
 
