@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -32,9 +33,9 @@ class Layer(nn.Module):
         q, k, v = (
             part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
         )
-        found = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        x = self.mixed(x + self.mix(found.transpose(1, 2).flatten(2)))
-        return self.narrowed(x + self.narrow(functional.gelu(self.widen(x))))
+        found = _attend(q, k, v, seen)
+        x = _normalised(self.mixed, x + self.mix(found.transpose(1, 2).flatten(2)))
+        return _normalised(self.narrowed, x + self.narrow(functional.gelu(self.widen(x))))
 
 
 class Bert(nn.Module):
@@ -53,11 +54,32 @@ class Bert(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:  # texts x tokens -> texts x tokens x width
         place = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        x = self.start(self.words(ids) + self.places(place))
+        x = self.words(ids) + self.places(place)
+        if torch.is_autocast_enabled(x.device.type):  # what layers hand on stays as short as what they multiply
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = _normalised(self.start, x)
         seen = (ids != 0) | (place == 0)  # every text begins with a mark; an empty row must not divide by nothing
         for layer in self.layers:
             x = layer(x, seen[:, None, None, :])
         return x
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Attention as two products: for the few tokens of a sentence faster than one kernel made for long texts.
+
+    Every text begins with a mark, so that a row of scores always has one that is seen.
+    """
+    with torch.autocast(q.device.type, enabled=False):  # which would keep the shares in single precision
+        scores = ((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)).masked_fill(~seen, -math.inf)
+        return torch.softmax(scores, -1) @ v
+
+
+def _normalised(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    """The layer's result in the precision of ``x``: autocast would hand on, and keep, twice as many bytes."""
+    if norm.weight.requires_grad:
+        return norm(x).to(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return functional.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps)
 
 
 def save_encoder(path: Path, network: nn.Module, words: Tensor, places: int) -> None:

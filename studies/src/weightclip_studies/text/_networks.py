@@ -174,7 +174,7 @@ class Classifier(nn.Module):
 
     def vectors(self, ids: Tensor) -> Tensor:
         """Vectors of length one.  # sentences x tokens -> sentences x width"""
-        return pooled(self.encoder(ids), ids != 0)
+        return pooled(self.encoder(ids).float(), ids != 0)
 
 
 class LowRank(nn.Module):

@@ -49,33 +49,27 @@ Stage = Rows | Timing | Recipes | Audit
 
 def plan(lora: Lora, last: Last, full: Full) -> tuple[Stage, ...]:
     """Stages, the most important first; one begins when the one before it has ended."""
-    private, timed = ("cap", "opacus"), ("non-private", "cap", "opacus")
+    private, timed = ("cap", "opacus", "factors", "quantiles"), ("non-private", "cap", "opacus", "factors", "quantiles")
 
-    def rows(part: Part, epsilons: Sequence[float], methods: Sequence[str] = private) -> Rows:
-        return Rows(tuple((part, method, e) for e in epsilons for method in methods))
+    def rows(part: Part, epsilons: Sequence[float]) -> Rows:
+        return Rows(tuple((part, method, e) for e in epsilons for method in private))
 
-    def ceiling(part: Part) -> Rows:
-        return Rows(((part, "non-private", None),))
+    def first(part: Part) -> Rows:
+        return Rows((*rows(part, [8.0]).rows, (part, "non-private", None)))
 
     return (
-        rows(lora, [8.0]),
+        first(lora),
         rows(lora, [3.0, 1.0]),
         Timing(lora, timed),
-        rows(last, [8.0]),
-        rows(full, [8.0]),
-        ceiling(lora),
-        Recipes(tuple(RECIPES)[:9], 8.0, lora),
         Audit(lora, "cap", 8.0, 4000),
+        first(last),
         Timing(last, timed),
+        first(full),
         Timing(full, timed),
-        rows(lora, [8.0], ("factors", "quantiles")),
-        ceiling(last),
-        ceiling(full),
+        Recipes(tuple(RECIPES)[:9], 8.0, lora),
         rows(last, [3.0, 1.0]),
         rows(full, [3.0, 1.0]),
         Recipes(tuple(RECIPES)[9:], 8.0, lora),
-        rows(lora, [3.0, 1.0], ("factors", "quantiles")),
-        Recipes(tuple(RECIPES), 1.0, lora),
     )
 
 

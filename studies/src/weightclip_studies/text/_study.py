@@ -21,8 +21,8 @@ from weightclip_studies.text._settings import Settings
 from weightclip_studies.text._training import Run, accuracy
 from weightclip_studies.text._warm import cost
 
-RATES = {"head": (0.03, 0.1, 0.3, 1.0), "lora": (2e-3, 5e-3, 1e-2, 2e-2), "last": (2e-4, 5e-4, 1e-3, 2e-3),
-         "full": (5e-5, 1e-4, 2e-4, 5e-4)}  # fmt: skip
+RATES = {"head": (0.03, 0.1, 0.3, 1.0), "lora": (5e-3, 1e-2, 2e-2), "last": (3e-4, 1e-3, 3e-3),
+         "full": (1e-4, 3e-4, 1e-3)}  # fmt: skip
 CLIPS = {"cap": 1.0, "opacus": 1.0, "quantiles": 0.1, "factors": 0.1, "non-private": 1.0}
 TUNED_AT = 8.0
 """ε at which settings of an encoder's parts are chosen, for all ε; those of a head are chosen at each."""
@@ -61,7 +61,7 @@ class Study:
     data: Prepared
     folder: Path
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    epochs: int = 12
+    epochs: int = 6
     batch: int = 4096
     piece: int | None = None
     length: int = 32
@@ -131,9 +131,14 @@ class Study:
         }  # fmt: skip
 
     def grid(self, part: Part, method: str) -> list[Settings]:
-        """What is tried on dev: as many trials for every private method; the ceiling may also take small batches."""
-        batches = (self.batch, max(1, self.batch // 8)) if method == "non-private" else (self.batch,)
-        return [Settings(method, r, CLIPS[method], b, self.epochs) for b in batches for r in RATES[part.name]]
+        """What is tried on dev: as many trials for every private method; the ceiling takes small batches, and half the
+        rates, which suit them. That of a head, which takes a second, may take both sizes."""
+        rates, small = RATES[part.name], max(1, self.batch // 8)
+        if method != "non-private":
+            return [Settings(method, r, CLIPS[method], self.batch, self.epochs) for r in rates]
+        if isinstance(part, Head):
+            return [Settings(method, r, CLIPS[method], b, self.epochs) for b in (self.batch, small) for r in rates]
+        return [Settings(method, r / 2, CLIPS[method], small, self.epochs) for r in rates]
 
     def sigma(self, settings: Settings, epsilon: float | None) -> float:
         """The noise multiplier, calibrated once."""
