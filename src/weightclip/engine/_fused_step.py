@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Hashable
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weightclip._device import Reads, constant, side_stream
 from weightclip._torch import optimizer_hooks
@@ -248,13 +249,15 @@ class FusedStep:
     def _forward(self, x: Tensor) -> tuple[Any, list[Tensor]]:
         """The model's outputs in a recording, and the leaves that its backward pass must not reach."""
         model, parameters = self.training.model, self.training.release.parameters
-        if self.compiled is not None:  # its graph holds the parameters as they are; sizes were compiled before
-            with torch.compiler.set_stance("fail_on_recompile"):
-                return self.compiled(x), list(parameters)
         # leaves of this recording's own: those of the parameters belong to the stream they were made on
-        leaves = {name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+        leaves = {name: nn.Parameter(p.detach(), p.requires_grad) for name, p in model.named_parameters()}
         names = {id(p): name for name, p in model.named_parameters()}
-        return torch.func.functional_call(model, leaves, (x,)), [leaves[names[id(p)]] for p in parameters]
+        prefix, stance = "", contextlib.nullcontext()
+        if self.compiled is not None:  # sizes were compiled before
+            prefix, stance = "_orig_mod.", torch.compiler.set_stance("fail_on_recompile")
+        with stance:
+            outputs = torch.func.functional_call(self._model, {prefix + k: v for k, v in leaves.items()}, (x,))
+        return outputs, [leaves[names[id(p)]] for p in parameters]
 
 
 class _Optimizer:

@@ -11,7 +11,18 @@ import torch
 
 from weightclip.accounting import Mechanism, epsilon
 from weightclip.noise import Streams
-from weightclip_studies.text import RECIPES, Head, Lora, Recipe, Run, Settings, Study, recipe_row, write_recipes
+from weightclip_studies.text import (
+    RECIPES,
+    Head,
+    Lora,
+    Recipe,
+    Run,
+    Settings,
+    Study,
+    recipe_row,
+    recipes_of,
+    write_recipes,
+)
 from weightclip_studies.text import _recipes as recipes_module
 from weightclip_studies.text import _warm as warm_module
 from weightclip_studies.text._optimizer import NoisyAdam
@@ -123,10 +134,22 @@ def test_trials_of_before_are_found_again():
     assert Settings("cap", 0.1, recipe=Recipe(final=0.0)).told()["recipe"]["final"] == 0.0
 
 
+def test_a_head_is_tried_with_what_changes_no_other_layers(data, tmp_path, monkeypatch):
+    assert set(recipes_of(Lora())) == set(RECIPES) and "both factors of the updates trained" not in recipes_of(Head())
+    monkeypatch.setattr(recipes_module, "_SEEDS", (1000,))
+    study = Study(data, tmp_path / "runs", epochs=1, batch=32, records=128)
+    study.noise.values[study.noise._key(8.0, 128, 32, 4)] = 0.01
+    rows = [recipe_row(study, "plain", 8.0, part, lambda line: None) for part in (Head(), Head())]
+    assert rows[0] == rows[1] and rows[0] is not None and float(rows[0]["rate"]) in (0.3, 1.0)
+    write_recipes(tmp_path / "recipes.csv", [rows[0], {**rows[0], "part": "lora", "dev": "0.1000"}])
+    with (tmp_path / "recipes.csv").open(newline="") as file:  # each part is compared with its own plain run
+        assert [r["part"] + r["above_plain"] for r in csv.DictReader(file)] == ["head+0.0000", "lora+0.0000"]
+
+
 @pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=FULL) for n in RECIPES])
 def test_every_recipe_runs_and_its_row_compares_it(data, tmp_path, monkeypatch, name):
     monkeypatch.setattr(recipes_module, "_SEEDS", (1000,))
-    monkeypatch.setattr(recipes_module, "_RATES", (0.02,))
+    monkeypatch.setattr(recipes_module, "_RATES", {"head": (0.3,), "lora": (0.02,)})
     study = Study(data, tmp_path / "runs", epochs=1, batch=32, length=12, records=128)
     keys = {(b, e) for b in (32, 64, 128) for e in (1, 2)}
     for b, e in keys:  # any noise will do

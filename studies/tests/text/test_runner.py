@@ -42,6 +42,7 @@ def test_the_plan_holds_every_row_once():
     assert len(set(rows)) == len(rows)
     three = {("lora", m, e) for m in METHODS if m != "non-private" for e in (8.0, 3.0, 1.0)}
     others = {(p, m, e) for p in ("last", "full") for m in ("cap", "opacus") for e in (8.0, 3.0, 1.0)}
+    others |= {(p, m, 8.0) for p in ("last", "full") for m in ("factors", "quantiles")}
     assert set(rows) == three | others | {(p, "non-private", None) for p in ("lora", "last", "full")}
     assert {s.part.name for s in STAGES if isinstance(s, Timing)} == {"lora", "last", "full"}
     named = [n for s in STAGES if isinstance(s, Recipes) and s.epsilon == 8.0 for n in s.names]
@@ -70,7 +71,7 @@ def test_all_kinds_of_stages_run_and_go_on(data, tmp_path, monkeypatch):
     monkeypatch.setattr(training_module, "WARM", 1)
     monkeypatch.setattr(training_module, "TIMED", 1)
     monkeypatch.setattr(recipes_module, "_SEEDS", (1000,))
-    monkeypatch.setattr(recipes_module, "_RATES", (0.02,))
+    monkeypatch.setattr(recipes_module, "_RATES", {"head": (0.3,), "lora": (0.02,)})
     stages = (
         Rows(((Head(), "cap", 3.0), (Head(), "non-private", None))), Recipes(("plain",), 8.0, Lora(2)),
         Audit(Head(), "cap", 3.0, 64), Timing(Head(), ("non-private", "cap")),

@@ -57,7 +57,6 @@ def text(
     from weightclip.text import load_encoder
     from weightclip_studies.text import (
         METHODS,
-        RECIPES,
         SPLITS,
         Audit,
         Full,
@@ -74,6 +73,7 @@ def text(
         Timing,
         calibrate,
         load_sst2,
+        recipes_of,
     )
     from weightclip_studies.text import plan as all_stages
     from weightclip_studies.text import prepare as write_prepared
@@ -99,7 +99,10 @@ def text(
     elif timing:
         stages = [Timing(parts[n], tuple(dict.fromkeys(["non-private", *methods]))) for n in names]
     elif recipes:
-        stages = [Recipes(tuple(RECIPES), e, parts["lora"]) for e in budgets]
+        tried = [parts[n] for n in part or ["lora"]]
+        if any(one.name not in ("head", "lora") for one in tried):
+            raise WeightclipError("--recipes: they are tried on --part head or lora.")
+        stages = [Recipes(recipes_of(one), e, one) for one in tried for e in budgets]
     elif canaries:
         private = [m for m in methods if m not in ("opacus", "non-private")]
         stages = [Audit(parts[n], way, e, canaries) for n in names for e in budgets for way in private]

@@ -27,6 +27,7 @@ from ._prepared import Prepared as Prepared
 from ._prepared import prepare as prepare
 from ._recipes import RECIPES as RECIPES
 from ._recipes import recipe_row as recipe_row
+from ._recipes import recipes_of as recipes_of
 from ._recipes import write_recipes as write_recipes
 from ._runner import Runner as Runner
 from ._settings import METHODS as METHODS

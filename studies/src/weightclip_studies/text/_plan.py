@@ -49,27 +49,33 @@ Stage = Rows | Timing | Recipes | Audit
 
 def plan(lora: Lora, last: Last, full: Full) -> tuple[Stage, ...]:
     """Stages, the most important first; one begins when the one before it has ended."""
-    private, timed = ("cap", "opacus", "factors", "quantiles"), ("non-private", "cap", "opacus", "factors", "quantiles")
+    main, other = ("cap", "opacus"), ("factors", "quantiles")
+    timed = ("non-private", *main, *other)
 
-    def rows(part: Part, epsilons: Sequence[float]) -> Rows:
-        return Rows(tuple((part, method, e) for e in epsilons for method in private))
+    def rows(part: Part, epsilons: Sequence[float], methods: Sequence[str]) -> Rows:
+        return Rows(tuple((part, method, e) for e in epsilons for method in methods))
 
-    def first(part: Part) -> Rows:
-        return Rows((*rows(part, [8.0]).rows, (part, "non-private", None)))
+    def ceiling(part: Part) -> Rows:
+        return Rows(((part, "non-private", None),))
 
     return (
-        first(lora),
-        rows(lora, [3.0, 1.0]),
+        rows(lora, [8.0, 3.0, 1.0], main),
         Timing(lora, timed),
         Audit(lora, "cap", 8.0, 4000),
-        first(last),
+        rows(last, [8.0], main),
+        rows(full, [8.0], main),
+        ceiling(lora),
+        rows(lora, [8.0], other),
+        ceiling(last),
+        ceiling(full),
         Timing(last, timed),
-        first(full),
         Timing(full, timed),
-        Recipes(tuple(RECIPES)[:9], 8.0, lora),
-        rows(last, [3.0, 1.0]),
-        rows(full, [3.0, 1.0]),
-        Recipes(tuple(RECIPES)[9:], 8.0, lora),
+        rows(lora, [3.0, 1.0], other),
+        rows(last, [3.0, 1.0], main),
+        rows(full, [3.0, 1.0], main),
+        rows(last, [8.0], other),
+        rows(full, [8.0], other),
+        Recipes(tuple(RECIPES), 8.0, lora),
     )
 
 

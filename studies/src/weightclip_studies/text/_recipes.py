@@ -17,7 +17,7 @@ from weightclip_studies.text._study import CLIPS, Line, Study, Told, Trial
 COLUMNS = ("recipe", "part", "method", "epsilon", "delta", "seeds", "rate", "dev", "sem", "above_plain", "steps",
            "batch", "device")  # fmt: skip
 _SEEDS = (1000, 1001)
-_RATES = (1e-2, 2e-2)
+_RATES = {"head": (0.3, 1.0), "lora": (1e-2, 2e-2)}
 _METHOD = "cap"
 
 
@@ -62,6 +62,11 @@ RECIPES: Mapping[str, Tried] = {
 and embeddings, an average of weights, a rate that falls to a tenth."""
 
 
+def recipes_of(part: Part) -> tuple[str, ...]:
+    """Names of the recipes that can be tried on a part: on a head those that change no other layers."""
+    return tuple(name for name, tried in RECIPES.items() if tried.part is None or isinstance(part, Lora))
+
+
 def trials(study: Study, name: str, epsilon: float, part: Part) -> list[list[Trial]]:
     """Runs of a recipe: as many for each, a list for every learning rate."""
     tried = RECIPES[name]
@@ -69,7 +74,7 @@ def trials(study: Study, name: str, epsilon: float, part: Part) -> list[list[Tri
         _METHOD, 1.0, CLIPS[_METHOD], study.batch * tried.batch, study.epochs * tried.epochs, tried.averaging,
         tried.recipe,
     )  # fmt: skip
-    rated = [replace(settings, rate=rate / tried.slower) for rate in _RATES]
+    rated = [replace(settings, rate=rate / tried.slower) for rate in _RATES[part.name]]
     return [[Trial(tried.part or part, one, epsilon, seed, "dev") for seed in _SEEDS] for one in rated]
 
 
@@ -104,10 +109,10 @@ def write_recipes(path: Path, rows: list[Line]) -> None:
 
 
 def _compared(rows: list[Line]) -> list[Line]:
-    plain = {(r["epsilon"], r["device"]): float(r["dev"]) for r in rows if r["recipe"] == "plain"}
+    plain = {(r["part"], r["epsilon"], r["device"]): float(r["dev"]) for r in rows if r["recipe"] == "plain"}
     result = []
     for row in rows:
-        base = plain.get((row["epsilon"], row["device"]))
+        base = plain.get((row["part"], row["epsilon"], row["device"]))
         result.append({**row, "above_plain": "" if base is None else f"{float(row['dev']) - base:+.4f}"})
     order = list(RECIPES)
-    return sorted(result, key=lambda r: (float(r["epsilon"]), r["device"], order.index(r["recipe"])))
+    return sorted(result, key=lambda r: (r["part"], float(r["epsilon"]), r["device"], order.index(r["recipe"])))

@@ -21,7 +21,7 @@ from weightclip_studies.text._settings import Settings
 from weightclip_studies.text._training import Run, accuracy
 from weightclip_studies.text._warm import cost
 
-RATES = {"head": (0.03, 0.1, 0.3, 1.0), "lora": (5e-3, 1e-2, 2e-2), "last": (3e-4, 1e-3, 3e-3),
+RATES = {"head": (0.03, 0.1, 0.3, 1.0, 3.0), "lora": (5e-3, 1e-2, 2e-2), "last": (3e-4, 1e-3, 3e-3),
          "full": (1e-4, 3e-4, 1e-3)}  # fmt: skip
 CLIPS = {"cap": 1.0, "opacus": 1.0, "quantiles": 0.1, "factors": 0.1, "non-private": 1.0}
 TUNED_AT = 8.0
