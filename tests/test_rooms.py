@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "weightclip"
 STUDIES = Path(__file__).parents[1] / "studies" / "src" / "weightclip_studies"
-COMMON = {"errors", "_torch", "_device", "_trees"}  # common ground: no room, imported by all of them
+COMMON = {"errors", "_torch", "_device"}  # common ground: no room, imported by all of them
 DOOR = ""
 
 

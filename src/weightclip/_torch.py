@@ -1,4 +1,4 @@
-"""Every private symbol of torch that weightclip uses, behind names of our own.
+"""Common ground on torch: every private symbol of it that weightclip uses, behind names of our own; trees of tensors.
 
 Torch may move or change what begins with an underscore in any release. Here is the one place to look when one does;
 ``tests/test_torch_private.py`` refuses such access elsewhere, ``make test-torch TORCH=x.y`` runs the core tests with
@@ -7,9 +7,11 @@ another release. All of this works with the minimum that ``pyproject.toml`` decl
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,13 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
-    "AnyBatchNorm", "AnyDropout", "AnyInstanceNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm",
-    "add_all_", "apply_directly", "copy_all_", "data_parallel_active",
-    "drop_forward_hooks", "forward_hooks", "hooked", "int8_product", "lerp_all_", "multiply_all_",
-    "ShardedGroup", "norms_of_all", "optimizer_hooks", "reshaped_copy_of", "same_memory", "sharded_groups",
-    "split_like",
-    "storage_address", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
-    "tree_unflatten", "version_of", "without_overrides",
+    "AnyBatchNorm", "AnyDropout", "AnyInstanceNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "ShardedGroup",
+    "SpectralNorm", "add_all_", "apply_directly", "copy_all_", "data_parallel_active", "drop_forward_hooks",
+    "forward_hooks", "hooked", "int8_product", "leaves_of", "lerp_all_", "map_tensors", "multiply_all_", "norms_of_all",
+    "optimizer_hooks", "reshaped_copy_of", "same_memory", "sharded_groups", "split_like", "storage_address",
+    "tensors_of", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
+    "version_of", "without_overrides",
 ]  # fmt: skip
 
 _hooks = cast(Any, _module_file)
@@ -98,6 +99,60 @@ def storage_address(storage: torch.UntypedStorage) -> int:
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are views of one storage."""
     return storage_address(a.untyped_storage()) == storage_address(b.untyped_storage())
+
+
+# tensors inside what models take and return: tuples, lists, mappings, dataclasses, Hugging Face's outputs and batches.
+# torch.utils._pytree knows only what was registered with it, and a tensor that is overlooked passes a door unseen
+
+
+def map_tensors(act: Callable[[Tensor], Any], tree: Any) -> Any:
+    """The same tree with ``act`` of every tensor in its place; what holds no tensor is left as it is."""
+    if isinstance(tree, Tensor):
+        return act(tree)
+    if isinstance(tree, Mapping):
+        found = {key: map_tensors(act, value) for key, value in tree.items()}
+        if type(tree) is dict:
+            return found
+        new: Any = copy.copy(tree)  # an output or a batch of Hugging Face's: attributes follow its items
+        for key, value in found.items():
+            if value is not tree[key]:
+                new[key] = value
+        return new
+    if isinstance(tree, (tuple, list)):
+        parts = [map_tensors(act, value) for value in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if _is_record(tree):
+        new = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(new, field.name, map_tensors(act, getattr(tree, field.name)))
+        return new
+    return tree
+
+
+def leaves_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """(path, leaf) of everything in the tree that holds nothing else, in the order of :func:`map_tensors`."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves_of(value, (*path, key))
+    elif isinstance(tree, (tuple, list)):
+        for i, value in enumerate(tree):
+            yield from leaves_of(value, (*path, i))
+    elif _is_record(tree):
+        for field in dataclasses.fields(tree):
+            yield from leaves_of(getattr(tree, field.name), (*path, field.name))
+    else:
+        yield path, tree
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """All tensors of the tree, in the order of :func:`map_tensors`."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [leaf for _, leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_record(tree: Any) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
 # passes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from weightclip._trees import map_tensors, tensors_of
+from weightclip._torch import map_tensors, tensors_of
 from weightclip.errors import ContractError
 from weightclip.factors import Eager
 from weightclip.losses import Loss

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from weightclip._trees import leaves_of, map_tensors, tensors_of
+from weightclip._torch import leaves_of, map_tensors, tensors_of
 from weightclip.errors import WeightclipError
 
 LABELS = ("label", "labels", "target", "targets", "y")

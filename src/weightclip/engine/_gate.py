@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from weightclip._torch import data_parallel_active, same_memory, version_of
-from weightclip._trees import map_tensors, tensors_of
+from weightclip._torch import data_parallel_active, map_tensors, same_memory, tensors_of, version_of
 from weightclip.engine._example import Call, Signature, signature
 from weightclip.engine._views import ViewLayout, copies_records, keeps_records, pulled_back
 from weightclip.errors import ContractError

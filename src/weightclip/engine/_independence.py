@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightclip._torch import AnyDropout, DispatchMode, hooked
-from weightclip._trees import tensors_of
+from weightclip._torch import AnyDropout, DispatchMode, hooked, tensors_of
 from weightclip.certificate import LayerUse, exact_products
 from weightclip.engine._compatible import explain
 from weightclip.engine._example import Call, Draw

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightclip._trees import map_tensors
+from weightclip._torch import map_tensors
 from weightclip.factors import is_plain, transforming
 from weightclip.factors.kernels import fits, project
 

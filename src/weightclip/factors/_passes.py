@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightclip._trees import tensors_of
+from weightclip._torch import tensors_of
 from weightclip.errors import ContractError
 from weightclip.factors._limits import is_plain
 from weightclip.factors._rows import NONE, RECORDS, SIZES, Layout, RowTable

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightclip._trees import leaves_of, map_tensors, tensors_of
+from weightclip._torch import leaves_of, map_tensors, tensors_of
 from weightclip.errors import ContractError
 from weightclip.losses._base import Loss, Shape, _check_positive, _finite, _like_rows, _rows, _work
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weightclip._trees import tensors_of
+from weightclip._torch import tensors_of
 from weightclip.errors import ContractError
 from weightclip.losses._angular import MultiMargin
 from weightclip.losses._base import Loss
