@@ -1,4 +1,4 @@
-"""Cross-entropy with temperature, smoothing, class weights, and a cap or a true Lipschitz envelope; for language models."""
+"""Cross-entropy with temperature, smoothing, class weights, and a cap or an envelope; of language models too."""
 
 from __future__ import annotations
 
