@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,7 +112,7 @@ def plus(*terms: Scalar) -> Scalar:
     if any(_infinite(t) for t in terms):
         return math.inf
     some = [t for t in terms if isinstance(t, Tensor) or t]  # adding an exact zero would be a launch
-    return functools.reduce(operator.add, some) if some else 0.0
+    return functools.reduce(lambda a, b: a + b, some) if some else 0.0
 
 
 def least(*terms: Scalar) -> Scalar:

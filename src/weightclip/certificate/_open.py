@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -124,7 +124,7 @@ class AnyPlan(ABC):
 
     model: nn.Module
     bounds: Bounds
-    layers: Mapping[str, Sequence[Any]]
+    layers: dict[str, Any]  # what is known of the uses of each trainable layer
     loss_bound: float
     quantiles: MovingLimits | None = None  # where limits follow private quantiles
 
