@@ -17,7 +17,7 @@ from tests._networks import Case
 from torch import Tensor, nn
 
 from weightclip.bounds import Numerics
-from weightclip.certificate._certificate import build_plan
+from weightclip.certificate import build_plan
 from weightclip.engine._projection import InputProjection
 from weightclip.factors import Collector, Entry, make_layer_private
 from weightclip.losses import BCEWithLogits, Cosine, CrossEntropy, MultiMargin

@@ -11,7 +11,7 @@ from torch import nn
 import weightclip as wc
 from weightclip._device import Recorder, side_stream
 from weightclip.bounds import Numerics
-from weightclip.certificate._certificate import build_plan
+from weightclip.certificate import build_plan
 from weightclip.certificate._gains import Gains
 from weightclip.losses import CrossEntropy
 

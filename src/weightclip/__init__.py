@@ -66,42 +66,14 @@ _HOMES = {
         "operator_norm_bound",
         "register_rule",
     ),
-    "weightclip.certificate": (
-        "Adaptive",
-        "Bounds",
-        "Certificate",
-        "Certified",
-        "certify",
-    ),
-    "weightclip.engine": (
-        "PrivacyEngine",
-        "explain",
-        "make_compatible",
-    ),
-    "weightclip.errors": (
-        "BudgetSpent",
-        "CertificationError",
-        "ContractError",
-        "WeightclipError",
-    ),
-    "weightclip.factors": (
-        "CapNorm",
-        "Product",
-        "register_layer",
-    ),
+    "weightclip.certificate": ("Adaptive", "Bounds", "Certificate", "Certified", "certify"),
+    "weightclip.engine": ("PrivacyEngine", "explain", "make_compatible"),
+    "weightclip.errors": ("BudgetSpent", "CertificationError", "ContractError", "WeightclipError"),
+    "weightclip.factors": ("CapNorm", "Product", "register_layer"),
     "weightclip.losses": ("PerRecordLoss",),
-    "weightclip.noise": (
-        "AdamAware",
-        "Equal",
-        "Global",
-        "KNorm",
-        "LeastVariance",
-    ),
+    "weightclip.noise": ("AdamAware", "Equal", "Global", "KNorm", "LeastVariance"),
     "weightclip.sampling": ("ArrayDataset", "ArrowDataset"),
-    "weightclip.tabular": (
-        "LipDPClassifier",
-        "LipDPRegressor",
-    ),
+    "weightclip.tabular": ("LipDPClassifier", "LipDPRegressor"),
 }
 _PACKAGES = (
     "accounting",

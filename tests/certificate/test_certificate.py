@@ -11,7 +11,7 @@ from torch import nn
 
 import weightclip as wc
 from weightclip.bounds import Numerics
-from weightclip.certificate._certificate import build_plan
+from weightclip.certificate import build_plan
 from weightclip.errors import CertificationError, WeightclipError
 from weightclip.losses import recognise
 

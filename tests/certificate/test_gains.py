@@ -10,7 +10,7 @@ from tests.engine_kit import cnn, mlp, pictures, private, residual, table
 from torch import nn
 
 import weightclip as wc
-from weightclip.certificate._certificate import build_plan
+from weightclip.certificate import build_plan
 from weightclip.certificate._gains import Gains
 from weightclip.losses import CrossEntropy
 

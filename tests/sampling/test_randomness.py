@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import weightclip as wc
-from weightclip.certificate._certificate import build_plan
+from weightclip.certificate import build_plan
 from weightclip.sampling._randomness import Generators, model_draws
 
 

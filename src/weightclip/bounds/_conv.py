@@ -77,8 +77,6 @@ def _repeats(conv: ConvNd, sizes: tuple[int, ...]) -> int:
 class ConvTransposeRule(ConvRule):
     """Same m and factors; the operator is the transpose of a convolution."""
 
-    in_product = True
-
     def check(self, module: nn.Module, op: Op) -> None:
         """The norm is that of the output size the module itself declares."""
         super().check(module, op)
@@ -97,16 +95,11 @@ class ConvTransposeRule(ConvRule):
         return times(math.sqrt(math.prod(op.out_shape)), a2) if p == 1 else a2
 
 
-class StandardizedConvRule(ConvRule):
-    """A convolution whose parameter is its effective kernel W-hat (SOUNDNESS 3, reparametrised weights).
-
-    The gain is that of W-hat, the factor is that of a convolution, and the sensitivity bounds dL/dW-hat, which has as
-    many entries as W: the noise belongs there, and the release pulls it back through the public Jacobian.
-    """
-
-
 for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
     register_layer(_kind, ConvRule())
 for _kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
     register_layer(_kind, ConvTransposeRule())
-register_layer(wnn.StandardizedConv2d, StandardizedConvRule())
+# A convolution whose parameter is its effective kernel W-hat (SOUNDNESS 3, reparametrised weights). The gain is that of
+# W-hat, the factor is that of a convolution, and the sensitivity bounds dL/dW-hat, which has as many entries as W: the
+# noise belongs there, and the release pulls it back through the public Jacobian.
+register_layer(wnn.StandardizedConv2d, ConvRule())

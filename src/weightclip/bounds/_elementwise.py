@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from weightclip.bounds._rule import Edge, Effect, Op, register_rule
+from weightclip.bounds._rule import Edge, Effect, Op, register_rule, register_rules
 
 aten = torch.ops.aten
 
@@ -20,65 +19,40 @@ HARDSWISH = 1.5
 HARDSIGMOID = 1 / 6 + 2.0**-24  # torch keeps 1/6 in float32
 
 
-def numel(shape: tuple[int, ...]) -> int:
-    """Entries of one record."""
-    return math.prod(shape)
+def _entrywise(names: str, gain: float, at_zero: float = 0.0, sup: float = math.inf) -> None:
+    """Register sup |f'|, |f(0)| and sup |f| of operators."""
 
-
-def _entrywise(gain: Callable[[Op], float], at_zero: float = 0.0, sup: float = math.inf):
     def rule(op: Op, p: float) -> Effect:
-        root_n = math.sqrt(numel(op.out_shape))
-        return Effect(gains=(gain(op),), offset=abs(at_zero) * root_n, ceiling=sup * root_n)
+        root_n = math.sqrt(math.prod(op.out_shape))
+        return Effect(gains=(gain,), offset=abs(at_zero) * root_n, ceiling=sup * root_n)
 
-    return rule
-
-
-def _constant(value: float) -> Callable[[Op], float]:
-    return lambda op: value
+    for name in names.split():
+        register_rule(getattr(aten, name), rule)
 
 
-for _packet, _gain, _zero, _sup in [
-    (aten.relu, 1.0, 0.0, math.inf),
-    (aten.relu_, 1.0, 0.0, math.inf),
-    (aten.tanh, 1.0, 0.0, 1.0),
-    (aten.tanh_, 1.0, 0.0, 1.0),
-    (aten.abs, 1.0, 0.0, math.inf),
-    (aten.neg, 1.0, 0.0, math.inf),
-    (aten.sin, 1.0, 0.0, 1.0),
-    (aten.cos, 1.0, 1.0, 1.0),
-    (aten.sigmoid, 0.25, 0.5, 1.0),
-    (aten.sigmoid_, 0.25, 0.5, 1.0),
-    (aten.log_sigmoid, 1.0, math.log(2), math.inf),
-    (aten.relu6, 1.0, 0.0, 6.0),
-    (aten.relu6_, 1.0, 0.0, 6.0),
-    (aten.hardsigmoid, HARDSIGMOID, 0.5, 1.0),
-    (aten.hardsigmoid_, HARDSIGMOID, 0.5, 1.0),
-    (aten.hardswish, HARDSWISH, 0.0, math.inf),
-    (aten.hardswish_, HARDSWISH, 0.0, math.inf),
-    (aten.gelu, GELU, 0.0, math.inf),
-    (aten.silu, SILU, 0.0, math.inf),
-    (aten.silu_, SILU, 0.0, math.inf),
-    (aten.mish, MISH, 0.0, math.inf),
-    (aten.mish_, MISH, 0.0, math.inf),
-    (aten.erf, 2 / math.sqrt(math.pi), 0.0, 1.0),
-    (aten.selu, 1.7581, 0.0, math.inf),
-    (aten.selu_, 1.7581, 0.0, math.inf),
-]:
-    register_rule(_packet, _entrywise(_constant(_gain), _zero, _sup))
-
+_entrywise("relu relu_ abs neg", 1.0)
+_entrywise("tanh tanh_ sin", 1.0, sup=1.0)
+_entrywise("cos", 1.0, at_zero=1.0, sup=1.0)
+_entrywise("sigmoid sigmoid_", 0.25, at_zero=0.5, sup=1.0)
+_entrywise("log_sigmoid", 1.0, at_zero=math.log(2))
+_entrywise("relu6 relu6_", 1.0, sup=6.0)
+_entrywise("hardsigmoid hardsigmoid_", HARDSIGMOID, at_zero=0.5, sup=1.0)
+_entrywise("hardswish hardswish_", HARDSWISH)
+_entrywise("gelu", GELU)
+_entrywise("silu silu_", SILU)
+_entrywise("mish mish_", MISH)
+_entrywise("erf", 2 / math.sqrt(math.pi), sup=1.0)
+_entrywise("selu selu_", 1.7581)
 # no finite constant, but entry by entry and so record by record: usable between layers whose factors are bounded
-for _packet in [aten.exp, aten.log, aten.sqrt, aten.rsqrt, aten.square, aten.reciprocal, aten.log1p, aten.expm1]:
-    register_rule(_packet, _entrywise(_constant(math.inf), at_zero=math.inf))
+_entrywise("exp log sqrt rsqrt square reciprocal log1p expm1", math.inf, at_zero=math.inf)
 
 
-@register_rule(aten.leaky_relu)
-@register_rule(aten.leaky_relu_)
+@register_rules(aten.leaky_relu, aten.leaky_relu_)
 def _leaky_relu(op: Op, p: float) -> Effect:
     return Effect(gains=(max(1.0, abs(op.arg(1, "negative_slope", 0.01))),))
 
 
-@register_rule(aten.elu)
-@register_rule(aten.elu_)
+@register_rules(aten.elu, aten.elu_)
 def _elu(op: Op, p: float) -> Effect:
     alpha, scale, input_scale = op.arg(1, "alpha", 1.0), op.arg(2, "scale", 1.0), op.arg(3, "input_scale", 1.0)
     if input_scale <= 0:
@@ -86,8 +60,7 @@ def _elu(op: Op, p: float) -> Effect:
     return Effect(gains=(abs(scale) * max(1.0, abs(alpha * input_scale)),))
 
 
-@register_rule(aten.celu)
-@register_rule(aten.celu_)
+@register_rules(aten.celu, aten.celu_)
 def _celu(op: Op, p: float) -> Effect:
     if op.arg(1, "alpha", 1.0) <= 0:
         raise op.refuse("celu with alpha <= 0 grows exponentially", "use a positive alpha")
@@ -100,12 +73,10 @@ def _softplus(op: Op, p: float) -> Effect:
     if beta <= 0:
         raise op.refuse("softplus needs beta > 0", "use a positive beta")
     # torch switches to the identity above the threshold: a jump of at most log(2)/beta, covered by the offset alone
-    return Effect(gains=(1.0,), offset=math.log(2) / beta * math.sqrt(numel(op.out_shape)))
+    return Effect(gains=(1.0,), offset=math.log(2) / beta * math.sqrt(math.prod(op.out_shape)))
 
 
-@register_rule(aten.hardtanh)
-@register_rule(aten.hardtanh_)
-@register_rule(aten.clamp)
+@register_rules(aten.hardtanh, aten.hardtanh_, aten.clamp)
 def _clamp(op: Op, p: float) -> Effect:
     low, high = op.arg(1, "min", None), op.arg(2, "max", None)
     if "hardtanh" in op.kind:
@@ -113,15 +84,12 @@ def _clamp(op: Op, p: float) -> Effect:
     low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
     if isinstance(low, (Edge, Tensor)) or isinstance(high, (Edge, Tensor)):
         raise op.refuse("clamping by a tensor has no rule", "clamp by numbers")
-    root_n = math.sqrt(numel(op.out_shape))
+    root_n = math.sqrt(math.prod(op.out_shape))
     at_zero = min(max(0.0, low), high)
     return Effect(gains=(1.0,), offset=abs(at_zero) * root_n, ceiling=max(abs(low), abs(high)) * root_n)
 
 
-@register_rule(aten.dropout)
-@register_rule(aten.dropout_)
-@register_rule(aten.feature_dropout)
-@register_rule(aten.feature_dropout_)
+@register_rules(aten.dropout, aten.dropout_, aten.feature_dropout, aten.feature_dropout_)
 def _dropout(op: Op, p: float) -> Effect:
     rate, training = op.arg(1, "p", 0.5), op.arg(2, "train", False)
     if not training or rate == 0:

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from weightclip.bounds._rule import Op, Scalar, computes_like, plus, root, times
 
-UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
 
 @dataclass(frozen=True)
 class Numerics:

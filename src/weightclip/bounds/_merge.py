@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from weightclip.bounds._elementwise import numel
-from weightclip.bounds._rule import Edge, Effect, Op, register_rule
+from weightclip.bounds._rule import Edge, Effect, Op, register_rules
 from weightclip.bounds._shape import axis, copies
 
 aten = torch.ops.aten
@@ -23,17 +22,18 @@ def _broadcast(op: Op, edge: Edge, p: float) -> float:
     shape = op.shapes[edge.index]
     if len(shape) != len(op.out_shape):
         raise op.refuse("activations of different rank meet, so records would be mixed", "unsqueeze to the same rank")
-    return copies(p, numel(op.out_shape) / max(1, numel(shape)))
+    return copies(p, math.prod(op.out_shape) / max(1, math.prod(shape)))
 
 
 def _constant_norm(op: Op, value: Tensor) -> float:
     """l2 norm of a constant broadcast to one record; a constant with a record dimension is refused."""
     if value.dim() > len(op.out_shape) and value.shape[0] != 1:
         raise op.refuse("a constant tensor has a record dimension", "use a constant of one record's shape")
-    copies_ = numel(op.out_shape) / max(1, value.numel())
+    copies_ = math.prod(op.out_shape) / max(1, value.numel())
     return float(value.double().norm()) * math.sqrt(copies_)
 
 
+@register_rules(aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub)
 def _sum(op: Op, p: float) -> Effect:
     alpha = abs(float(op.arg(2, "alpha", 1)))
     weights = (alpha, 1.0) if op.kind.startswith("aten.rsub") else (1.0, alpha)  # rsub: other - alpha * self
@@ -44,25 +44,15 @@ def _sum(op: Op, p: float) -> Effect:
         elif isinstance(operand, Tensor):
             offset += weight * _constant_norm(op, operand)
         else:
-            offset += weight * abs(float(operand)) * math.sqrt(numel(op.out_shape))
+            offset += weight * abs(float(operand)) * math.sqrt(math.prod(op.out_shape))
     return Effect(gains=tuple(gains), offset=offset)
-
-
-@register_rule(aten.add)
-@register_rule(aten.add_)
-@register_rule(aten.sub)
-@register_rule(aten.sub_)
-@register_rule(aten.rsub)
-def _add(op: Op, p: float) -> Effect:
-    return _sum(op, p)
 
 
 def _largest(value: Tensor | float) -> float:
     return float(value.detach().abs().max()) if isinstance(value, Tensor) else abs(float(value))
 
 
-@register_rule(aten.mul)
-@register_rule(aten.mul_)
+@register_rules(aten.mul, aten.mul_)
 def _mul(op: Op, p: float) -> Effect:
     a, b = _operands(op)
     edges = [o for o in (a, b) if isinstance(o, Edge)]
@@ -76,8 +66,7 @@ def _mul(op: Op, p: float) -> Effect:
     return Effect(gains=(_largest(constant) * _broadcast(op, edges[0], p),))
 
 
-@register_rule(aten.div)
-@register_rule(aten.div_)
+@register_rules(aten.div, aten.div_)
 def _div(op: Op, p: float) -> Effect:
     a, b = _operands(op)
     if op.arg(2, "rounding_mode") is not None:
@@ -96,8 +85,7 @@ def _div(op: Op, p: float) -> Effect:
     return Effect(gains=(_broadcast(op, a, p) / smallest,))
 
 
-@register_rule(aten.maximum)
-@register_rule(aten.minimum)
+@register_rules(aten.maximum, aten.minimum)
 def _extremum(op: Op, p: float) -> Effect:
     gains, offset = [], 0.0
     for operand in _operands(op):
@@ -108,10 +96,7 @@ def _extremum(op: Op, p: float) -> Effect:
     return Effect(gains=tuple(gains), offset=offset)
 
 
-@register_rule(aten.matmul)
-@register_rule(aten.scaled_dot_product_attention)
-@register_rule(aten.masked_fill)
-@register_rule(aten.where)
+@register_rules(aten.matmul, aten.scaled_dot_product_attention, aten.masked_fill, aten.where)
 def _bilinear(op: Op, p: float) -> Effect:
     """Attention and its parts: no finite gain. Batched over records as long as every operand has them in front."""
     rank = len(op.out_shape)
@@ -122,19 +107,17 @@ def _bilinear(op: Op, p: float) -> Effect:
     return Effect(gains=(math.inf,) * len(op.shapes), offset=math.inf)
 
 
-@register_rule(aten.softmax)
-@register_rule(aten._softmax)
+@register_rules(aten.softmax, aten._softmax)
 def _softmax(op: Op, p: float) -> Effect:
     place = axis(op, op.arg(1, "dim"), len(op.out_shape) + 1)
-    groups = numel(op.out_shape) / op.out_shape[place - 1]
+    groups = math.prod(op.out_shape) / op.out_shape[place - 1]
     # J = diag(s) - s sT has row sums 2 s(1-s) <= 1/2, so 1/2 in every p-norm; each group lies in the unit ball
     return Effect(gains=(0.5,), offset=math.sqrt(groups / op.out_shape[place - 1]), ceiling=math.sqrt(groups))
 
 
-@register_rule(aten.log_softmax)
-@register_rule(aten._log_softmax)
+@register_rules(aten.log_softmax, aten._log_softmax)
 def _log_softmax(op: Op, p: float) -> Effect:
     size = op.out_shape[axis(op, op.arg(1, "dim"), len(op.out_shape) + 1) - 1]
     # J = I - 1 sT: an oblique projection of l2 norm sqrt(n)|s| <= sqrt(n); row sums <= 2; column sums <= max(1, n-1)
     gain = 2.0 if math.isinf(p) else (max(1.0, size - 1.0) if p == 1 else math.sqrt(size))
-    return Effect(gains=(gain,), offset=math.log(size) * math.sqrt(numel(op.out_shape)))
+    return Effect(gains=(gain,), offset=math.log(size) * math.sqrt(math.prod(op.out_shape)))

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from weightclip import nn as wnn
-from weightclip.bounds._elementwise import numel
 from weightclip.bounds._layer import LayerRule, Numerics, bias_norm, pythagoras, register_layer
-from weightclip.bounds._rule import Effect, Op, Scalar, least, plus, register_rule, times
+from weightclip.bounds._rule import Effect, Op, Scalar, least, plus, register_rule, register_rules, times
 
 aten = torch.ops.aten
 
@@ -40,12 +39,12 @@ class NormRule(LayerRule):
     def group_size(self, module: nn.Module, op: Op) -> int:
         """n_g: entries normalised together."""
         shape = getattr(module, "normalized_shape", None)
-        return math.prod(shape) if shape is not None else numel(op.shapes[0]) // module.num_groups  # type: ignore
+        return math.prod(shape) if shape is not None else math.prod(op.shapes[0]) // module.num_groups  # type: ignore
 
     def shared(self, module: nn.Module, op: Op) -> int:
         """Entries of a record that share one gamma."""
         weight = getattr(module, "weight", None)
-        return 1 if weight is None else numel(op.shapes[0]) // weight.numel()
+        return 1 if weight is None else math.prod(op.shapes[0]) // weight.numel()
 
     def rounding(self, module: nn.Module, op: Op, x: Scalar) -> Scalar:
         """By how much the computed (x - mean)/divisor may exceed sqrt(n): nothing for safe norms, which divide by the
@@ -67,7 +66,7 @@ class NormRule(LayerRule):
         """max|gamma| sqrt(numel) + sqrt(positions) ||b|| whatever the input (mean subtraction maps 0 to 0)."""
         weight = getattr(module, "weight", None)
         scale = 1.0 if weight is None else weight.detach().abs().max().double()
-        free = times(scale, plus(math.sqrt(numel(op.out_shape)) * (1 + 1e-6), self.rounding(module, op, x)))
+        free = times(scale, plus(math.sqrt(math.prod(op.out_shape)) * (1 + 1e-6), self.rounding(module, op, x)))
         shift = times(math.sqrt(self.shared(module, op)), bias_norm(module))
         return plus(least(free, times(gain, x)), shift)
 
@@ -75,10 +74,11 @@ class NormRule(LayerRule):
         """sqrt(n over groups touching one gamma + beta^2 entries sharing it); p = 1 by the sqrt(numel) fallback."""
         touched = self.group_size(module, op)
         if hasattr(module, "normalized_shape"):
-            touched *= numel(op.shapes[0]) // touched  # one gamma per place inside the group: every group touches it
+            # one gamma per place inside the group: every group touches it
+            touched *= math.prod(op.shapes[0]) // touched
         largest = plus(math.sqrt(touched) * (1 + 1e-6), self.rounding(module, op, x))
         a2 = pythagoras(module, largest, beta * math.sqrt(self.shared(module, op)))
-        return times(math.sqrt(numel(op.out_shape)), a2) if p == 1 else a2
+        return times(math.sqrt(math.prod(op.out_shape)), a2) if p == 1 else a2
 
 
 def plain_norm_rounding(n: int, eps: float) -> float:
@@ -90,26 +90,17 @@ for _kind in (nn.GroupNorm, nn.LayerNorm, wnn.SafeGroupNorm, wnn.SafeInstanceNor
     register_layer(_kind, NormRule())
 
 
-@register_rule(wnn.Project)
-def _project(op: Op, p: float) -> Effect:
+@register_rules(wnn.Project, wnn.UnitNorm)
+def _scaled_records(op: Op, p: float) -> Effect:
     module = op.module
-    assert isinstance(module, wnn.Project)
-    n = numel(op.out_shape)
+    assert isinstance(module, (wnn.Project, wnn.UnitNorm))
+    n = math.prod(op.out_shape)
     gain = 1.0 if p == 2 or module.detach else (1 + math.sqrt(n)) / 2
-    return Effect(gains=(gain,), ceiling=module.radius * (1 + (n + 8) * 2.0**-24))
+    radius, floor = (module.radius, 1.0) if isinstance(module, wnn.Project) else (1.0, module.floor)
+    return Effect(gains=(gain / floor,), ceiling=radius * (1 + (n + 8) * 2.0**-24))
 
 
-@register_rule(wnn.UnitNorm)
-def _unit_norm(op: Op, p: float) -> Effect:
-    module = op.module
-    assert isinstance(module, wnn.UnitNorm)
-    n = numel(op.out_shape)
-    gain = 1.0 if p == 2 or module.detach else (1 + math.sqrt(n)) / 2
-    return Effect(gains=(gain / module.floor,), ceiling=1 + (n + 8) * 2.0**-24)
-
-
-@register_rule(aten.group_norm)
-@register_rule(aten.layer_norm)
+@register_rules(aten.group_norm, aten.layer_norm)
 def _functional_norm(op: Op, p: float) -> Effect:
     layer = op.kind.startswith("aten.layer_norm")
     weight, bias, eps = op.arg(2, "weight"), op.arg(3, "bias"), op.arg(4, "eps", 1e-5)
@@ -119,10 +110,10 @@ def _functional_norm(op: Op, p: float) -> Effect:
         raise op.refuse("a norm with eps = 0 has no finite gain", "use a positive eps")
     if layer:
         n = math.prod(op.arg(1, "normalized_shape"))
-        if n > numel(op.shapes[0]):
+        if n > math.prod(op.shapes[0]):
             raise op.refuse("it normalises over records", "keep records on dimension 0")
     else:
-        n = numel(op.shapes[0]) // op.arg(1, "num_groups")
+        n = math.prod(op.shapes[0]) // op.arg(1, "num_groups")
     gain = 1 / math.sqrt(eps) if p == 2 else (1 + math.sqrt(n)) / (2 * math.sqrt(eps))
     # sqrt(numel) is no bound of what is computed, see NormRule.rounding; the input's own bound is
     return Effect(gains=(gain,))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from weightclip.bounds._conv_norms import overlap
-from weightclip.bounds._rule import Effect, Op, register_rule
+from weightclip.bounds._rule import Effect, Op, register_rule, register_rules
 from weightclip.bounds._shape import axis
 
 aten = torch.ops.aten
@@ -24,41 +24,30 @@ def _tuple(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
     return values * rank if len(values) == 1 else values
 
 
-def _sizes(op: Op) -> list[tuple[int, int]]:
-    """(input, output) size on every pooled dimension."""
-    axes = _axes(op)
-    return list(zip(op.shapes[0][-axes:], op.out_shape[-axes:], strict=True))
-
-
-def _window(op: Op, rank: int):
+def _window(op: Op, rank: int, ceil_mode: int):
+    """Kernel and stride; ``ceil_mode`` is the place of that argument, which is refused."""
+    if op.arg(ceil_mode, "ceil_mode", False):
+        raise op.refuse("ceil_mode pooling has no rule", "set ceil_mode=False")
     kernel = _tuple(op.arg(1, "kernel_size"), rank)
     stride = _tuple(op.arg(2, "stride", None) or kernel, rank)
     return kernel, stride
 
 
-@register_rule(aten.max_pool1d)
-@register_rule(aten.max_pool2d)
-@register_rule(aten.max_pool3d)
+@register_rules(aten.max_pool1d, aten.max_pool2d, aten.max_pool3d)
 def _max_pool(op: Op, p: float) -> Effect:
     rank = _axes(op)
-    kernel, stride = _window(op, rank)
+    kernel, stride = _window(op, rank, ceil_mode=5)
     dilation = _tuple(op.arg(4, "dilation", 1), rank)
-    if op.arg(5, "ceil_mode", False):
-        raise op.refuse("ceil_mode pooling has no rule", "set ceil_mode=False")
     m = overlap(kernel, stride, dilation)
     # an entry wins in at most m windows: p = 1 m, p = 2 sqrt(m), p = inf 1
     return Effect(gains=(m if p == 1 else (1.0 if math.isinf(p) else math.sqrt(m)),))
 
 
-@register_rule(aten.avg_pool1d)
-@register_rule(aten.avg_pool2d)
-@register_rule(aten.avg_pool3d)
+@register_rules(aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
 def _avg_pool(op: Op, p: float) -> Effect:
     rank = _axes(op)
-    kernel, stride = _window(op, rank)
+    kernel, stride = _window(op, rank, ceil_mode=4)
     padding = _tuple(op.arg(3, "padding", 0), rank)
-    if op.arg(4, "ceil_mode", False):
-        raise op.refuse("ceil_mode pooling has no rule", "set ceil_mode=False")
     if any(padding) and not op.arg(5, "count_include_pad", True):
         raise op.refuse("count_include_pad=False with padding has no rule", "set count_include_pad=True")
     area = math.prod(kernel)
@@ -73,23 +62,15 @@ def _averaging(p: float, m: int, area: int, divisor: float) -> float:
     return area / divisor if math.isinf(p) else math.sqrt(m * area) / divisor
 
 
-@register_rule(aten.adaptive_avg_pool1d)
-@register_rule(aten.adaptive_avg_pool2d)
-@register_rule(aten.adaptive_avg_pool3d)
-def _adaptive_avg_pool(op: Op, p: float) -> Effect:
-    if any(i % o for i, o in _sizes(op)):
+@register_rules(aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.adaptive_avg_pool3d)
+@register_rules(aten.adaptive_max_pool1d, aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
+def _adaptive_pool(op: Op, p: float) -> Effect:
+    axes = _axes(op)
+    sizes = list(zip(op.shapes[0][-axes:], op.out_shape[-axes:], strict=True))
+    if any(i % o for i, o in sizes):
         raise op.refuse("an adaptive pool whose output does not divide its input", "choose an output size that divides")
-    area = math.prod(i // o for i, o in _sizes(op))
-    return Effect(gains=(_averaging(p, 1, area, area),))
-
-
-@register_rule(aten.adaptive_max_pool1d)
-@register_rule(aten.adaptive_max_pool2d)
-@register_rule(aten.adaptive_max_pool3d)
-def _adaptive_max_pool(op: Op, p: float) -> Effect:
-    if any(i % o for i, o in _sizes(op)):
-        raise op.refuse("an adaptive pool whose output does not divide its input", "choose an output size that divides")
-    return Effect(gains=(1.0,))
+    area = math.prod(i // o for i, o in sizes)
+    return Effect(gains=(1.0 if "max" in op.kind else _averaging(p, 1, area, area),))
 
 
 def _reduced(op: Op) -> int:
@@ -113,22 +94,18 @@ def _sum(op: Op, p: float) -> Effect:
     return Effect(gains=(_averaging(p, 1, _reduced(op), 1),))
 
 
-@register_rule(aten.amax)
-@register_rule(aten.amin)
+@register_rules(aten.amax, aten.amin)
 def _amax(op: Op, p: float) -> Effect:
     _reduced(op)
     return Effect(gains=(1.0,))
 
 
-@register_rule(aten.var)
-@register_rule(aten.std)
-@register_rule(aten.linalg_vector_norm)
+@register_rules(aten.var, aten.std, aten.linalg_vector_norm)
 def _spread(op: Op, p: float) -> Effect:
     _reduced(op)
     return Effect(gains=(math.inf,), offset=math.inf)
 
 
-@register_rule(aten.batch_norm)
-@register_rule(aten.native_batch_norm)
+@register_rules(aten.batch_norm, aten.native_batch_norm)
 def _batch_norm(op: Op, p: float) -> Effect:
     raise op.refuse("batch normalisation mixes records", "use weightclip.nn.SafeGroupNorm")

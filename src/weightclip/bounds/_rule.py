@@ -7,6 +7,7 @@ SOUNDNESS Theorem 10 lists the built-in ones.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -85,10 +86,7 @@ class Effect:
     def output(self, inputs: Sequence[Scalar]) -> Scalar:
         """l2 bound of the output, from l2 bounds of the inputs; call on an effect computed with p = 2."""
         parts = [times(c, x) for c, x in zip(self.gains, inputs, strict=True)]
-        if self.root:
-            total: Scalar = root_sum(parts)
-        else:
-            total = plus(0.0, *parts)
+        total = root_sum(parts) if self.root else plus(*parts)
         return least(plus(total, self.offset), self.ceiling)
 
 
@@ -102,9 +100,7 @@ def _infinite(value: Scalar) -> bool:
 
 def times(a: Scalar, b: Scalar) -> Scalar:
     """Product of bounds; no bound times anything is no bound, except that an exact Python zero blocks it."""
-    if type(a) is float and type(b) is float:  # the usual case on the CPU
-        return 0.0 if a == 0 or b == 0 else math.inf if a == math.inf or b == math.inf else a * b
-    if isinstance(a, (int, float)) and a == 0 or isinstance(b, (int, float)) and b == 0:
+    if not (isinstance(a, Tensor) or a) or not (isinstance(b, Tensor) or b):
         return 0.0
     if _infinite(a) or _infinite(b):
         return math.inf
@@ -113,22 +109,10 @@ def times(a: Scalar, b: Scalar) -> Scalar:
 
 def plus(*terms: Scalar) -> Scalar:
     """Sum of bounds."""
-    total: Scalar = 0.0
-    for term in terms:
-        if type(term) is not float:
-            break
-        if term == math.inf:
-            return math.inf
-        total += term
-    else:  # plain numbers: the usual case on the CPU
-        return total
     if any(_infinite(t) for t in terms):
         return math.inf
-    total = 0.0
-    for term in terms:
-        if not (isinstance(term, (int, float)) and term == 0):
-            total = term if isinstance(total, (int, float)) and total == 0 else total + term
-    return total
+    some = [t for t in terms if isinstance(t, Tensor) or t]  # adding an exact zero would be a launch
+    return functools.reduce(lambda a, b: a + b, some) if some else 0.0
 
 
 def least(*terms: Scalar) -> Scalar:
@@ -190,6 +174,17 @@ def register_rule(target: Any, rule: Rule | None = None) -> Any:
     else:
         _REGISTRY.operators[target] = rule
     return rule
+
+
+def register_rules(*targets: Any) -> Callable[[Rule], Rule]:
+    """One rule for several operators, as a decorator."""
+
+    def register(rule: Rule) -> Rule:
+        for target in targets:
+            register_rule(target, rule)
+        return rule
+
+    return register
 
 
 _HARMLESS = {"__init__", "extra_repr", "reset_parameters", "__repr__"}

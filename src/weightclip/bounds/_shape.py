@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from weightclip.bounds._elementwise import numel
-from weightclip.bounds._rule import Edge, Effect, Op, register_rule
+from weightclip.bounds._rule import Edge, Effect, Op, register_rule, register_rules
 
 aten = torch.ops.aten
 
@@ -53,17 +52,8 @@ def _detach(op: Op, p: float) -> Effect:
     return Effect(gains=(1.0,))
 
 
-@register_rule(aten.squeeze)
-@register_rule(aten.unsqueeze)
-@register_rule(aten.select)
-@register_rule(aten.slice)
-@register_rule(aten.narrow)
-@register_rule(aten.unbind)
-@register_rule(aten.split)
-@register_rule(aten.split_with_sizes)
-@register_rule(aten.chunk)
-@register_rule(aten.flip)
-@register_rule(aten.roll)
+@register_rules(aten.squeeze, aten.unsqueeze, aten.select, aten.slice, aten.narrow, aten.unbind)
+@register_rules(aten.split, aten.split_with_sizes, aten.chunk, aten.flip, aten.roll)
 def _along(op: Op, p: float) -> Effect:
     rank = len(op.shapes[0]) + 1
     where = {"slice": 1, "squeeze": 1, "unsqueeze": 1, "select": 1, "narrow": 1, "unbind": 1, "flip": 1, "roll": 2}
@@ -93,9 +83,7 @@ def _permute(op: Op, p: float) -> Effect:
     return Effect(gains=(1.0,))
 
 
-@register_rule(aten.transpose)
-@register_rule(aten.movedim)
-@register_rule(aten.swapaxes)
+@register_rules(aten.transpose, aten.movedim, aten.swapaxes)
 def _transpose(op: Op, p: float) -> Effect:
     rank = len(op.shapes[0]) + 1
     for dims in (op.arg(1, "dim0"), op.arg(2, "dim1")):
@@ -104,11 +92,7 @@ def _transpose(op: Op, p: float) -> Effect:
     return Effect(gains=(1.0,))
 
 
-@register_rule(aten.expand)
-@register_rule(aten.repeat)
-@register_rule(aten.repeat_interleave)
-@register_rule(aten.expand_as)
-@register_rule(aten.broadcast_to)
+@register_rules(aten.expand, aten.repeat, aten.repeat_interleave, aten.expand_as, aten.broadcast_to)
 def _expand(op: Op, p: float) -> Effect:
     if "repeat_interleave" in op.kind:
         axis(op, op.arg(2, "dim", 0) or 0, len(op.shapes[0]) + 1)
@@ -116,12 +100,11 @@ def _expand(op: Op, p: float) -> Effect:
             raise op.refuse("repeat_interleave by a tensor copies some entries more often than others", "use an int")
     elif len(op.out_shape) != len(op.shapes[0]):
         raise op.refuse("it adds dimensions in front of the records", "keep records on dimension 0")
-    gain = copies(p, numel(op.out_shape) / max(1, numel(op.shapes[0])))
+    gain = copies(p, math.prod(op.out_shape) / max(1, math.prod(op.shapes[0])))
     return Effect(gains=(gain,) + (0.0,) * (len(op.shapes) - 1))  # expand_as reads only the shape of its second tensor
 
 
-@register_rule(aten.pad)
-@register_rule(aten.constant_pad_nd)
+@register_rules(aten.pad, aten.constant_pad_nd)
 def _pad(op: Op, p: float) -> Effect:
     amounts = op.arg(1, "pad")
     mode, value = "constant", op.arg(2, "value", 0)
@@ -134,21 +117,17 @@ def _pad(op: Op, p: float) -> Effect:
     kept = list(op.shapes[0])  # negative amounts crop: what remains of the input is not out - in
     for place, (before, after) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
         kept[-1 - place] += min(0, before) + min(0, after)
-    added = numel(op.out_shape) - math.prod(max(0, k) for k in kept)
+    added = math.prod(op.out_shape) - math.prod(max(0, k) for k in kept)
     return Effect(gains=(1.0,), offset=abs(value) * math.sqrt(added) if value and added else 0.0)
 
 
-for _packet in [aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d, aten.replication_pad1d,
-                aten.replication_pad2d, aten.replication_pad3d]:  # fmt: skip
-
-    @register_rule(_packet)
-    def _refused_padding(op: Op, p: float) -> Effect:
-        raise op.refuse("reflect and replicate padding have no rule", "pad with zeros")
+@register_rules(aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)
+@register_rules(aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d)
+def _refused_padding(op: Op, p: float) -> Effect:
+    raise op.refuse("reflect and replicate padding have no rule", "pad with zeros")
 
 
-@register_rule(aten.cat)
-@register_rule(aten.stack)
-@register_rule(aten.concat)
+@register_rules(aten.cat, aten.stack, aten.concat)
 def _cat(op: Op, p: float) -> Effect:
     axis(op, op.arg(1, "dim", 0), len(op.out_shape) + 1)
     parts = op.args[0] if op.args else op.kwargs["tensors"]
@@ -158,9 +137,7 @@ def _cat(op: Op, p: float) -> Effect:
     return Effect(gains=(1.0,) * edges, offset=math.sqrt(constant), root=True)
 
 
-@register_rule(aten.upsample_nearest1d)
-@register_rule(aten.upsample_nearest2d)
-@register_rule(aten.upsample_nearest3d)
+@register_rules(aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d)
 def _nearest(op: Op, p: float) -> Effect:
     axes = int(op.kind.split(".")[1][-2])
     sizes = list(zip(op.shapes[0][-axes:], op.out_shape[-axes:], strict=True))

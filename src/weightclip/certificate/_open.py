@@ -1,5 +1,6 @@
-"""Plans without a graph: every trainable layer has a limit of its own making, so nothing need be known between them.
+"""What all plans share, a certificate as numbers, and plans without a graph.
 
+In those every trainable layer has a limit of its own making, so nothing need be known between them.
 SOUNDNESS section 7: with caps, or radii on both factors, on every trainable layer, the sensitivity of a layer is its
 limit. Which layers are used, how often and on how much of a record is what the test of independence has seen.
 """
@@ -7,21 +8,156 @@ limit. Which layers are used, how often and on how much of a record is what the 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
 from weightclip.bounds import Numerics, Scalar, least, times
 from weightclip.certificate._bounds import Bounds, MovingLimits
-from weightclip.certificate._plan import Evaluation, LayerUse, enforced_to, room_of
-from weightclip.certificate._table import Certificate, Row
 from weightclip.errors import CertificationError
 from weightclip.factors import families, trained
 
+_U = 2.0**-24
 
-class OpenPlan:
+
+@dataclass
+class Evaluation:
+    """Bounds of one layer as numbers or 0-dim tensors, so that nothing waits for the device."""
+
+    gain: Scalar
+    x: Scalar
+    cotangent: Scalar
+    sensitivity: Scalar
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """One use of a layer: shapes of one record's input and output there."""
+
+    inside: tuple[int, ...]
+    outside: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Entries of both factors."""
+        return math.prod(self.inside) + math.prod(self.outside)
+
+
+def enforced_to(use: LayerUse) -> float:
+    """What float32 norms and scales leave of a limit that is enforced on one use."""
+    return 1 + (use.size + 64) * _U
+
+
+def room_of(uses: list[LayerUse], layers: int) -> float:
+    """The same for a limit over all uses of a layer, of so many layers."""
+    return max(map(enforced_to, uses)) + (4 * len(uses) + layers) * _U
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer with trainable parameters. Bounds hold for every record, at the present weights."""
+
+    name: str
+    kind: str
+    gain: float
+    input_bound: float
+    cotangent_bound: float
+    sensitivity: float
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Sensitivities of the loss summed over records, before the division by the expected batch size.
+
+    Formal guarantees:
+        For every record (input within the enforced radii, any label), the l2 norm of its gradient of layer k, as the
+        engine forms it, is at most ``sensitivities[k]``: adding or removing one record moves the layer's summed
+        gradient by no more. Public inputs: the weights, the bounds, the shapes, the loss.
+    """
+
+    rows: tuple[Row, ...]
+    loss_bound: float
+    p: float
+    joint: tuple[str, ...] = ()  # layers under one cap together
+
+    @property
+    def sensitivities(self) -> dict[str, float]:
+        """Module path -> Delta_k (weight and bias together)."""
+        return {row.name: row.sensitivity for row in self.rows}
+
+    @property
+    def joint_sensitivity(self) -> float:
+        """Of all layers together: those under the joint cap move by no more than the largest of them does alone."""
+        capped = max((r.sensitivity for r in self.rows if r.name in self.joint), default=0.0)
+        return math.hypot(capped, *(r.sensitivity for r in self.rows if r.name not in self.joint))
+
+    def __str__(self) -> str:
+        head = ("layer", "type", "gain", "input", "cotangent", "sensitivity", "parameters")
+        cells = [
+            (r.name or "(model)", r.kind, *(_shown(v) for v in (r.gain, r.input_bound, r.cotangent_bound)),
+             f"{r.sensitivity:.4g}", f"{r.parameters:,}")
+            for r in self.rows
+        ]  # fmt: skip
+        widths = [max(len(row[i]) for row in [head, *cells]) for i in range(len(head))]
+        lines = ["  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
+                 for r in [head, *cells]]  # fmt: skip
+        last = f"joint sensitivity {self.joint_sensitivity:.4g}" + " (a cap)" * bool(self.joint)
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], last])
+
+    def to_json(self) -> str:
+        """The certificate as JSON."""
+        return json.dumps({"p": self.p, "loss_bound": self.loss_bound, "layers": [asdict(r) for r in self.rows]})
+
+
+def _shown(bound: float) -> str:
+    return f"{bound:.4g}" if math.isfinite(bound) else "-"  # none is needed
+
+
+class AnyPlan(ABC):
+    """What plans with and without a graph have in common: limits that may move, and the certificate as a table."""
+
+    model: nn.Module
+    bounds: Bounds
+    layers: dict[str, Any]  # what is known of the uses of each trainable layer
+    loss_bound: float
+    quantiles: MovingLimits | None = None  # where limits follow private quantiles
+
+    @abstractmethod
+    def uses(self, path: str) -> list[LayerUse]:
+        """The uses of a trainable layer."""
+
+    @abstractmethod
+    def dimension(self, path: str) -> int:
+        """Entries of a layer's trainable parameters."""
+
+    def limit(self, name: str, path: str) -> Scalar | None:
+        """The limit ``name`` of a layer as it stands: the public constant, or what quantiles have made of it."""
+        adapted = None if self.quantiles is None else self.quantiles.limit(name, path)
+        return self.bounds.of(name, path) if adapted is None else adapted
+
+    def room(self, path: str) -> float:
+        """What float32 may do to norms and scales of a layer's products: its limit is enforced up to this factor."""
+        return room_of(self.uses(path), len(self.layers))
+
+    def certificate(self, evaluations: dict[str, Evaluation], slack: float = 1.0) -> Certificate:
+        """The evaluation as numbers; ``slack`` multiplies every sensitivity (rounding of the sum over records)."""
+        rows = []
+        for path, e in evaluations.items():
+            module = self.model.get_submodule(path)
+            kind = getattr(type(module), "_wc_native", type(module)).__name__
+            rows.append(Row(path, kind, float(e.gain), float(e.x), float(e.cotangent), float(e.sensitivity) * slack,
+                            self.dimension(path)))  # fmt: skip
+        joint = tuple(path for path in evaluations if self.bounds.of("joint_cap", path) is not None)
+        return Certificate(tuple(rows), self.loss_bound, float(self.bounds.p), joint)
+
+
+class OpenPlan(AnyPlan):
     """The trainable layers of a model and the limits on them.
 
     Args:
@@ -45,7 +181,6 @@ class OpenPlan:
             raise CertificationError("the model has no trainable parameters: nothing to make private.")
         self.loss_bound = math.inf
         self.loss_shape: tuple[int, ...] = ()
-        self.quantiles: MovingLimits | None = None
 
     def learn(self, seen: Mapping[str, list[LayerUse]]) -> bool:
         """Take in what a pass used of each layer; whether more than any pass before it.
@@ -74,15 +209,6 @@ class OpenPlan:
         """Layers whose weights may be clipped."""
         return ((path, self.model.get_submodule(path)) for path in self.layers)
 
-    def limit(self, name: str, path: str) -> Scalar | None:
-        """The limit ``name`` of a layer as it stands: the public constant, or what quantiles have made of it."""
-        adapted = None if self.quantiles is None else self.quantiles.limit(name, path)
-        return self.bounds.of(name, path) if adapted is None else adapted
-
-    def room(self, path: str) -> float:
-        """What float32 may do to norms and scales of a layer's products: its limit is enforced up to this factor."""
-        return room_of(self.uses(path), len(self.layers))
-
     def measure(self, path: str, knorm: Any) -> None:
         """Limits are l2 norms."""
 
@@ -105,14 +231,6 @@ class OpenPlan:
         bound = math.inf
         return Evaluation(bound, bound if radius is None else radius, bound if cotangent is None else cotangent, total)
 
-    def certificate(self, evaluations: dict[str, Evaluation], slack: float = 1.0) -> Certificate:
-        """The limits as a table; ``slack`` multiplies every sensitivity (rounding of the sum over records)."""
-        rows = []
-        for path, e in evaluations.items():
-            module = self.model.get_submodule(path)
-            kind = getattr(type(module), "_wc_native", type(module)).__name__
-            count = sum(q.numel() for _, q in trained(self.holders(path)))
-            rows.append(Row(path, kind, float(e.gain), float(e.x), float(e.cotangent), float(e.sensitivity) * slack,
-                            count))  # fmt: skip
-        joint = tuple(path for path in evaluations if self.bounds.of("joint_cap", path) is not None)
-        return Certificate(tuple(rows), self.loss_bound, 2.0, joint)
+    def dimension(self, path: str) -> int:
+        """Entries of a layer's trainable parameters."""
+        return sum(q.numel() for _, q in trained(self.holders(path)))

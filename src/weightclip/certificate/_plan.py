@@ -4,57 +4,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weightclip.bounds import Numerics, Scalar, least, plus, times
-from weightclip.certificate._bounds import Bounds, MovingLimits
-from weightclip.certificate._graph import Graph
-from weightclip.certificate._table import Certificate, Row
+from weightclip.certificate._bounds import Bounds
+from weightclip.certificate._graph import Graph, trace
+from weightclip.certificate._open import AnyPlan, Certificate, Evaluation, LayerUse, enforced_to
 from weightclip.errors import CertificationError
 from weightclip.factors import Measure
+from weightclip.losses import Loss, recognise
 
 _U = 2.0**-24
 
 
-@dataclass
-class Evaluation:
-    """Bounds of one layer as numbers or 0-dim tensors, so that nothing waits for the device."""
-
-    gain: Scalar
-    x: Scalar
-    cotangent: Scalar
-    sensitivity: Scalar
-
-
-@dataclass(frozen=True)
-class LayerUse:
-    """One use of a layer: shapes of one record's input and output there."""
-
-    inside: tuple[int, ...]
-    outside: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Entries of both factors."""
-        return math.prod(self.inside) + math.prod(self.outside)
-
-
-def enforced_to(use: LayerUse) -> float:
-    """What float32 norms and scales leave of a limit that is enforced on one use."""
-    return 1 + (use.size + 64) * _U
-
-
-def room_of(uses: list[LayerUse], layers: int) -> float:
-    """The same for a limit over all uses of a layer, of so many layers."""
-    return max(map(enforced_to, uses)) + (4 * len(uses) + layers) * _U
-
-
-class Plan:
+class Plan(AnyPlan):
     """The model's graph with the bounds laid on it; evaluated anew whenever weights change.
 
     Args:
@@ -90,7 +58,6 @@ class Plan:
                     f"layer '{path}' ({type(module).__name__}) has no in-product form, which {asked[0]} needs. "
                     f"Fix: leave it out of Bounds.{asked[0]} (a mapping by name), or use a torch layer."
                 )
-        self.quantiles: MovingLimits | None = None  # where limits follow private quantiles
         self.loss_shape = graph.nodes[graph.output].op.out_shape  # of the loss's argument, one record
         self._checked = False
         projections = bounds.projections()
@@ -105,8 +72,6 @@ class Plan:
             i for uses in graph.layers().values() for i in uses
             if graph.nodes[i].op.shapes == graph.nodes[uses[0]].op.shapes
         }  # fmt: skip
-        names = ("layer_radius", "cotangent_radius", "layer_cap", "joint_cap", "bias_scale")
-        self._limits = {(name, path): bounds.of(name, path) for name in names for path in self.layers}
         ops = {i: graph.nodes[i].op for uses in self.layers.values() for i in uses}
         self._uses = {i: LayerUse(tuple(o.shapes[0]), tuple(o.out_shape)) for i, o in ops.items()}
         self._enforced = {i: enforced_to(use) for i, use in self._uses.items()}
@@ -120,11 +85,6 @@ class Plan:
         """The modules that hold the parameters of a layer."""
         return [self.model.get_submodule(path)]
 
-    def limit(self, name: str, path: str) -> Scalar | None:
-        """The limit ``name`` of a layer as it stands: the public constant, or what quantiles have made of it."""
-        adapted = None if self.quantiles is None else self.quantiles.limit(name, path)
-        return self._limits[name, path] if adapted is None else adapted
-
     @functools.cached_property
     def needs_gains(self) -> bool:
         """Whether weight norms matter: not when weights are free and all factors are bounded by themselves."""
@@ -137,10 +97,6 @@ class Plan:
                 return True
         return False
 
-    def room(self, path: str) -> float:
-        """What float32 may do to norms and scales of a layer's products: its limit is enforced up to this factor."""
-        return room_of(self.uses(path), len(self.layers))
-
     def uses(self, path: str) -> list[LayerUse]:
         """The uses of a trainable layer."""
         return [self._uses[i] for i in self.layers[path]]
@@ -151,13 +107,16 @@ class Plan:
             if node.layer is not None and node.op.module is not None:
                 yield node.op.path, node.op.module
 
+    def dimension(self, path: str) -> int:
+        """d_k: entries of a layer's trainable parameters."""
+        layer = self.graph.nodes[self.layers[path][0]].layer
+        assert layer is not None
+        return layer.dimension(self.model.get_submodule(path))
+
     def measure(self, path: str, knorm: Any) -> Measure | None:
         """The norm of a layer's certified bound where it is not the product of l2 norms of its factors."""
         if knorm is not None:
-            module = self.model.get_submodule(path)
-            layer = self.graph.nodes[self.layers[path][0]].layer
-            assert layer is not None
-            return Measure(knorm.p, math.sqrt(layer.dimension(module)) if knorm.p == 1 else 1.0)
+            return Measure(knorm.p, math.sqrt(self.dimension(path)) if knorm.p == 1 else 1.0)
         return Measure() if math.isinf(self.bounds.p) else None
 
     def evaluate(self, numerics: Numerics, known: Mapping[str, Scalar] | None = None) -> dict[str, Evaluation]:
@@ -174,18 +133,6 @@ class Plan:
             self._refuse_overflow(outputs)
             self._checked = True
         return found
-
-    def certificate(self, evaluations: dict[str, Evaluation], slack: float = 1.0) -> Certificate:
-        """The evaluation as numbers; ``slack`` multiplies every sensitivity (rounding of the sum over records)."""
-        rows = []
-        for path, e in evaluations.items():
-            node = self.graph.nodes[self.layers[path][0]]
-            assert node.layer is not None and node.op.module is not None
-            kind = getattr(type(node.op.module), "_wc_native", type(node.op.module)).__name__
-            rows.append(Row(path, kind, float(e.gain), float(e.x), float(e.cotangent), float(e.sensitivity) * slack,
-                            node.layer.dimension(node.op.module)))  # fmt: skip
-        joint = tuple(path for path in evaluations if self.bounds.of("joint_cap", path) is not None)
-        return Certificate(tuple(rows), self.loss_bound, float(self.bounds.p), joint)
 
     def _forward(self, numerics: Numerics, known: Mapping[str, Scalar]):
         """Per node: the gain of each edge (chain exponent), and an l2 bound of its output, as enforced."""
@@ -271,10 +218,10 @@ class Plan:
         return bound
 
     def _layer(self, path: str, uses: list[int], gains, outputs, cotangents) -> Evaluation:
-        p, limits = self.bounds.p, self._limits
+        p, bounds = self.bounds.p, self.bounds
         radius, cotangent = self.limit("layer_radius", path), self.limit("cotangent_radius", path)
-        cap, beta = self.limit("layer_cap", path), limits["bias_scale", path] or 1.0
-        joint = limits["joint_cap", path]
+        cap, beta = self.limit("layer_cap", path), bounds.of("bias_scale", path) or 1.0
+        joint = bounds.of("joint_cap", path)
         total: Scalar = 0.0
         x_bound: Scalar = 0.0
         l_bound: Scalar = 0.0
@@ -365,3 +312,56 @@ def refuse_shared(model: nn.Module) -> None:
                     f"parameter '{name}' is shared by modules '{owner[id(parameter)]}' and '{path}'. "
                     "Fix: use the same module twice instead."
                 )
+
+
+def build_plan(model: nn.Module, loss: Loss, bounds: Bounds, example: Any) -> Plan:
+    """Trace the model on shapes like ``example`` and lay the bounds on its graph."""
+    bounds.check_names(model)
+    graph = trace(model, example)
+    loss_bound = loss.bound(graph.nodes[graph.output].op.out_shape, bounds.p)
+    return Plan(model, graph, bounds, loss_bound)
+
+
+KNOWN: list[Callable[[nn.Module], Certificate | None]] = []
+"""Who can tell the certificate of a model that was made private: the engine adds itself."""
+
+
+def certify(
+    model: nn.Module,
+    loss: Any,
+    input_radius: float | None = None,
+    example: Any = None,
+    *,
+    bounds: Bounds | None = None,
+    numerics: Numerics | None = None,
+) -> Certificate:
+    """Certify a model: a row per layer with its gain, bounds and sensitivity.
+
+    Args:
+        model: The model. A model made private is certified under its engine's bounds.
+        loss: A torch loss, a loss of :mod:`weightclip.losses`, or the criterion the engine returned.
+        input_radius: Public l2 radius of each record's input (short for ``bounds=Bounds(input_radius=...)``).
+        example: A batch of inputs (or a tuple of them); only its shapes are read.
+        bounds: What is enforced besides.
+        numerics: How the passes round; float32 by default.
+
+    Formal guarantees:
+        See :class:`Certificate`. Adjacency: adding or removing one record.
+
+    Example:
+        >>> import torch, weightclip as wc
+        >>> model = torch.nn.Linear(3, 2)
+        >>> certificate = wc.certify(model, torch.nn.CrossEntropyLoss(), input_radius=1.0, example=torch.zeros(1, 3))
+        >>> round(certificate.sensitivities[""], 3)  # sqrt(2) * sqrt(1 + 1)
+        2.0
+    """
+    for known in KNOWN if bounds is None else ():
+        if (found := known(model)) is not None:
+            return found
+    if example is None:
+        raise CertificationError("certify needs example=: a batch of inputs, of which only the shapes are read.")
+    bounds = bounds or Bounds()
+    if input_radius is not None:
+        bounds = replace(bounds, input_radius=input_radius)
+    plan = build_plan(model, recognise(loss), bounds, example)
+    return plan.certificate(plan.evaluate(numerics or Numerics()))

@@ -167,11 +167,17 @@ def _freeze_weights(owner: str, name: str, weights: object) -> Weights:
     return nested(t.tolist())  # type: ignore[return-value]
 
 
+def _alike(y: Tensor, z: Tensor) -> bool:
+    """Whether the shapes differ at most by dimensions of one entry."""
+    same = [n for n in y.shape[1:] if n != 1] == [n for n in z.shape[1:] if n != 1]
+    return y.shape[:1] == z.shape[:1] and same
+
+
 def _match_target(owner: str, z: Tensor, y: Tensor) -> Tensor:
     """Targets in the shape of the outputs; (N,) and (N, 1) are taken for each other, and never broadcast."""
     if y.shape == z.shape:
         return y.to(z.dtype)
-    if y.shape[:1] == z.shape[:1] and [n for n in y.shape[1:] if n != 1] == [n for n in z.shape[1:] if n != 1]:
+    if _alike(y, z):
         return y.to(z.dtype).reshape(z.shape)
     raise ContractError(
         f"{owner}: targets of shape {tuple(y.shape)} do not match outputs {tuple(z.shape)}; give one target per output"

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from weightclip._torch import tensors_of
 from weightclip.errors import ContractError
-from weightclip.losses._angular import MultiMargin
-from weightclip.losses._base import Loss
+from weightclip.losses._base import Loss, _alike
 from weightclip.losses._cross_entropy import CrossEntropy
 from weightclip.losses._custom import PerRecordLoss
-from weightclip.losses._elementwise import L1, BCEWithLogits, Huber, SmoothL1
+from weightclip.losses._elementwise import L1, BCEWithLogits, Huber, MultiMargin, SmoothL1
 
 
 def _multi_margin(c: Any) -> Loss:
@@ -63,19 +62,13 @@ def _record_by_record(criterion: Any) -> Callable[[Any, Any], Any]:
         unreduced.reduction = "none"
 
     def values(z: Any, y: Any) -> Any:
-        if unreduced is not criterion and isinstance(y, Tensor) and _alike(y, z):
+        if unreduced is not criterion and isinstance(y, Tensor) and y.is_floating_point() and _alike(y, z):
             y = y.reshape(z.shape)  # (N,) for (N, 1): torch would broadcast records against each other
         found = unreduced(z, y)
         own = isinstance(found, Tensor) and found.dim() > 1 and found.shape[0] == tensors_of(z)[0].shape[0]
         return found.flatten(1).mean(1) if own else found
 
     return values
-
-
-def _alike(y: Tensor, z: Tensor) -> bool:
-    """Whether two shapes differ by dimensions of one entry alone."""
-    same = [n for n in y.shape[1:] if n != 1] == [n for n in z.shape[1:] if n != 1]
-    return y.is_floating_point() and y.shape != z.shape and y.shape[:1] == z.shape[:1] and same
 
 
 def recognise(criterion: Any, limited: bool = False) -> Loss:

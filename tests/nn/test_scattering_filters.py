@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightclip.nn._morlet import alias, bank_gain, low_pass, morlet, restrict
+from weightclip.nn._scattering import alias, bank_gain, low_pass, morlet, restrict
 
 
 def _dense_gain(filters) -> float:
