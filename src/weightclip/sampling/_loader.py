@@ -18,11 +18,9 @@ from weightclip.errors import ContractError, WeightclipError
 from weightclip.noise import SAMPLING, Streams
 from weightclip.sampling._datasets import ArrayDataset as ArrayDataset
 from weightclip.sampling._datasets import first_tensor, gatherer, pad_records, zero_records
-from weightclip.sampling._draws import largest_batch
+from weightclip.sampling._draws import Cutter, Piece, Share, largest_batch
 from weightclip.sampling._draws import poisson_indices as poisson_indices
 from weightclip.sampling._keyed import Feed, KeyedCollate, KeyedRecords, Wanted
-from weightclip.sampling._pieces import Cutter, Piece
-from weightclip.sampling._share import Share
 
 SLOTS = "weightclip/slots"
 RECORDS = "weightclip/records"
