@@ -5,8 +5,8 @@ Imports `noise` (streams) and `factors`; used by `engine` and `tabular`.
 
 from __future__ import annotations
 
-from weightclip.sampling._arrow import ArrowDataset as ArrowDataset
 from weightclip.sampling._datasets import ArrayDataset as ArrayDataset
+from weightclip.sampling._datasets import ArrowDataset as ArrowDataset
 from weightclip.sampling._draws import TAIL as TAIL
 from weightclip.sampling._draws import Share as Share
 from weightclip.sampling._draws import largest_batch as largest_batch
