@@ -1,6 +1,7 @@
 """Streams of randomness, allocation over layers, mechanisms and the release: the only place that adds noise.
 
-Imports `accounting`, `bounds`, `certificate`, `factors` and `losses`; used by `sampling`, `engine`, `tabular`, `audit`.
+Imports `accounting`, `bounds`, `certificate`, `factors`, `losses` and (types) `distributed`; used by `sampling`,
+`engine`, `tabular`, `audit`.
 """
 
 from __future__ import annotations

@@ -280,14 +280,8 @@ def first_tensor(batch: Any) -> Tensor | None:
 def pad_records(batch: Any, real: int, rows: int, slots: np.ndarray | None = None) -> Any:
     """`batch` with zero records added: from `real` to `rows` records in every leaf.
 
-    Args:
-        batch: nested tuples, lists and mappings of tensors with records on dimension 0, and of lists of strings.
-        real: number of records in `batch`.
-        rows: number of records wanted; `batch` itself is returned when it equals `real`.
-        slots: the row of each record; None: the first ones.
-
-    Raises:
-        WeightclipError: a tensor without records on dimension 0, or a leaf that cannot be padded.
+    `batch`: nested tuples, lists and mappings of tensors with records on dimension 0, and of lists of strings; returned
+    itself where nothing is added. `slots`: the row of each record; None: the first ones.
     """
 
     def tensor(t: Tensor, where: str) -> Tensor:

@@ -25,6 +25,9 @@ from weightclip.sampling._keyed import Feed, KeyedCollate, KeyedRecords, Wanted
 SLOTS = "weightclip/slots"
 RECORDS = "weightclip/records"
 _ALL = Share()
+# Not in_order, whatever the user set: each batch must meet the piece it was loaded for.
+_TAKEN_OVER = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+_OF_WORKERS = ("prefetch_factor", "persistent_workers")
 _TWO_PASSES = "another pass over the loader has begun: leave one pass before the next begins"
 
 
@@ -315,17 +318,6 @@ def _check_loader(loader: DataLoader) -> tuple[int, int]:
 
 def _inner_loader(user: DataLoader, feed: Feed) -> DataLoader:
     """A DataLoader with the user's data set and workers, fed by our pieces."""
-    # in_order is left at its default whatever the user set: each batch must meet the piece it was loaded for.
-    return DataLoader(
-        KeyedRecords(user.dataset),
-        batch_sampler=feed,  # type: ignore[arg-type]
-        collate_fn=KeyedCollate(user.collate_fn),  # type: ignore[arg-type]
-        num_workers=user.num_workers,
-        pin_memory=user.pin_memory,
-        timeout=user.timeout,
-        worker_init_fn=user.worker_init_fn,
-        multiprocessing_context=user.multiprocessing_context,
-        generator=user.generator,
-        prefetch_factor=user.prefetch_factor,
-        persistent_workers=user.persistent_workers,
-    )
+    settings: dict[str, Any] = {name: getattr(user, name) for name in (*_TAKEN_OVER, *_OF_WORKERS)}
+    collate: Any = KeyedCollate(user.collate_fn)
+    return DataLoader(KeyedRecords(user.dataset), batch_sampler=feed, collate_fn=collate, **settings)  # type: ignore[arg-type]
