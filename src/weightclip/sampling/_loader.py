@@ -89,6 +89,7 @@ class PoissonLoader:
         sample_rate: q.
         expected_batch: q·len(dataset).
         b_max: the largest draw that is allowed for.
+        piece_size: max_physical_batch_size.
         draws: number of the next draw, where draws are counted. Set it only between passes.
         streams: source of the draws. Set it only between passes.
     """
@@ -126,7 +127,7 @@ class PoissonLoader:
         self._draws_per_pass = max(1, round(min(1.0 / q, 2.0**62)))
         most = n if q == 1.0 else self.b_max
         rows = share.rounds(most) if strict and size is None else size
-        self._piece_size = size
+        self.piece_size = size
         self._cutter = Cutter(rows, 1 if rows is None else -(-most // rows), strict, share.ranks)
         self._share = share
         self.streams = streams
@@ -147,11 +148,6 @@ class PoissonLoader:
     def strict(self) -> bool:
         """Whether all pieces have one public shape and records take secret places in them."""
         return self._cutter.shuffled
-
-    @property
-    def piece_size(self) -> int | None:
-        """max_physical_batch_size."""
-        return self._piece_size
 
     @property
     def pieces(self) -> int:
