@@ -12,7 +12,7 @@ from tests.engine_kit import cnn, difference, layer_norms, mlp, pictures, privat
 from tests.sampling_kit import Numbers, draws, poisson, tensors
 
 import weightclip as wc
-from weightclip.sampling._pieces import Cutter
+from weightclip.sampling._draws import Cutter
 
 
 @pytest.mark.parametrize("dataset", [tensors(60), Numbers(60), Numbers(60, "dict")], ids=["fast", "loader", "dict"])

@@ -18,8 +18,8 @@ from weightclip.engine._digest import tensors_digest
 from weightclip.engine._step import Training
 from weightclip.noise._adaptive import Quantiles
 from weightclip.noise._streams import Streams
+from weightclip.sampling._draws import Cutter, Piece
 from weightclip.sampling._loader import PoissonLoader
-from weightclip.sampling._pieces import Cutter, Piece
 from weightclip.sampling._randomness import ForwardRandomness, Generators
 
 Patch = pytest.MonkeyPatch

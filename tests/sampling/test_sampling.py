@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from tests.sampling_kit import Numbers, Spy, draws, poisson, tensors
 
-from weightclip.sampling._draws import largest_batch
+from weightclip.sampling._draws import Cutter, largest_batch
 from weightclip.sampling._loader import poisson_indices
-from weightclip.sampling._pieces import Cutter
 
 # The law of the draws -------------------------------------------------------------------------------------------------
 

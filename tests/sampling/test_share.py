@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from weightclip.sampling import Share
-from weightclip.sampling._pieces import Cutter
+from weightclip.sampling._draws import Cutter
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])

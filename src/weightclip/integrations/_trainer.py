@@ -148,11 +148,8 @@ class PrivateTrainer(Trainer):
         found = super().train(None, *args, **named)
         if self.privacy.show_losses:
             return found
-        return found._replace(training_loss=float("nan"), metrics=_without_losses(found.metrics))
-
-
-def _without_losses(metrics: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in metrics.items() if name not in _PRIVATE}
+        metrics = {name: value for name, value in found.metrics.items() if name not in _PRIVATE}
+        return found._replace(training_loss=float("nan"), metrics=metrics)
 
 
 def _criterion_of(model: Any) -> Any:

@@ -1,12 +1,12 @@
 """Streams of randomness, allocation over layers, mechanisms and the release: the only place that adds noise.
 
-Imports `accounting`, `bounds`, `certificate`, `factors` and `losses`; used by `sampling`, `engine`, `tabular`, `audit`.
+Imports `accounting`, `bounds`, `certificate`, `factors`, `losses` and (types) `distributed`; used by `sampling`,
+`engine`, `tabular`, `audit`.
 """
 
 from __future__ import annotations
 
 from weightclip.noise._adaptive import Quantiles as Quantiles
-from weightclip.noise._grid import GridSums as GridSums
 from weightclip.noise._knorm import Entrywise as Entrywise
 from weightclip.noise._knorm import KNorm as KNorm
 from weightclip.noise._knorm import calibrate_epsilon0 as calibrate_epsilon0
@@ -25,6 +25,7 @@ from weightclip.noise._mechanisms import joint_multiplier as joint_multiplier
 from weightclip.noise._mechanisms import quantile_adjusted_sigma as quantile_adjusted_sigma
 from weightclip.noise._mechanisms import round_release_ as round_release_
 from weightclip.noise._mechanisms import rounded_sensitivity as rounded_sensitivity
+from weightclip.noise._release import GridSums as GridSums
 from weightclip.noise._release import Release as Release
 from weightclip.noise._release import sum_slack as sum_slack
 from weightclip.noise._sharded import ShardedRelease as ShardedRelease

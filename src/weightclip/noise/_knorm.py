@@ -105,16 +105,13 @@ class Entrywise:
         n = math.prod(op.shapes[0])
         if isinstance(module, nn.Embedding):
             return one  # every position may hit one row
-        if isinstance(module, nn.Linear) and n == op.shapes[0][-1]:  # one position: the gradient is an outer product
-            if self.p == 1:
-                return times(one, plus(times(math.sqrt(n), x), beta))
-            return times(top, _greatest(x, beta))
-        plain = isinstance(module, ConvNd) and module.padding_mode == "zeros"
-        if plain or isinstance(module, nn.Linear):
-            if self.p == 1:
-                return times(one, plus(times(math.sqrt(n), x), beta))
-            return times(one, _greatest(x, beta))
-        return math.inf
+        linear = isinstance(module, nn.Linear)
+        if not linear and not (isinstance(module, ConvNd) and module.padding_mode == "zeros"):
+            return math.inf
+        if self.p == 1:
+            return times(one, plus(times(math.sqrt(n), x), beta))
+        outer = linear and n == op.shapes[0][-1]  # one position: the gradient is an outer product
+        return times(top if outer else one, _greatest(x, beta))
 
 
 def _greatest(x: Scalar, beta: float) -> Scalar:

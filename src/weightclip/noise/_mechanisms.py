@@ -16,13 +16,9 @@ from torch import Tensor
 
 from weightclip._device import constant
 from weightclip.errors import WeightclipError
-from weightclip.noise._streams import NOISE as NOISE
-from weightclip.noise._streams import SAMPLING as SAMPLING
-from weightclip.noise._streams import Streams as Streams
 
 _RELATIVE_FLOOR = 1e-6
 _ABSOLUTE_FLOOR = 1e-12
-_UP = 1.0 + 2.0**-22  # keeps a scale above its float64 value after it is rounded to float32
 
 
 def floored(sensitivities: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,18 +16,8 @@ from weightclip.noise._mechanisms import round_release_
 from weightclip.noise._release import Release
 from weightclip.noise._streams import NOISE, Streams
 
-
-class OwnRows(Protocol):
-    """The rows of one parameter, of which this process owns a part (:class:`weightclip.distributed.Rows`)."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def sum_to_owner(self, total: Tensor | None, kind: torch.dtype, convert: Callable[[Tensor], Tensor]) -> Tensor: ...
-    def whole(self, part: Tensor) -> Tensor: ...
-    def mine(self) -> Tensor: ...
-    def gradient(self, part: Tensor) -> Tensor: ...
+if TYPE_CHECKING:
+    from weightclip.distributed import Rows
 
 
 class ShardedRelease(Release):
@@ -49,7 +39,7 @@ class ShardedRelease(Release):
     """
 
     def __init__(
-        self, *args: Any, owned: Callable[[Sequence[Any]], Sequence[OwnRows]], everywhere: Callable[[bool], bool],
+        self, *args: Any, owned: Callable[[Sequence[Any]], Sequence[Rows]], everywhere: Callable[[bool], bool],
         **named: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **named)

@@ -143,7 +143,7 @@ class Streams:
     @property
     def needs_content(self) -> bool:
         """Whether the noise of a release cannot be drawn before its sum is known."""
-        return not self.is_secure
+        return self._seed is not None
 
     def key(self, label: str, *ints: int) -> bytes:
         """The 32 bytes that belong to a label and some 64-bit integers."""

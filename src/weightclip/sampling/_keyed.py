@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from weightclip.sampling._datasets import first_tensor, pad_records
-from weightclip.sampling._pieces import Piece
+from weightclip.sampling._draws import Piece
 from weightclip.sampling._randomness import Generators, given_back
 
 

@@ -18,15 +18,16 @@ from weightclip.errors import ContractError, WeightclipError
 from weightclip.noise import SAMPLING, Streams
 from weightclip.sampling._datasets import ArrayDataset as ArrayDataset
 from weightclip.sampling._datasets import first_tensor, gatherer, pad_records, zero_records
-from weightclip.sampling._draws import largest_batch
+from weightclip.sampling._draws import Cutter, Piece, Share, largest_batch
 from weightclip.sampling._draws import poisson_indices as poisson_indices
 from weightclip.sampling._keyed import Feed, KeyedCollate, KeyedRecords, Wanted
-from weightclip.sampling._pieces import Cutter, Piece
-from weightclip.sampling._share import Share
 
 SLOTS = "weightclip/slots"
 RECORDS = "weightclip/records"
 _ALL = Share()
+# Not in_order, whatever the user set: each batch must meet the piece it was loaded for.
+_TAKEN_OVER = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+_OF_WORKERS = ("prefetch_factor", "persistent_workers")
 _TWO_PASSES = "another pass over the loader has begun: leave one pass before the next begins"
 
 
@@ -88,6 +89,7 @@ class PoissonLoader:
         sample_rate: q.
         expected_batch: q·len(dataset).
         b_max: the largest draw that is allowed for.
+        piece_size: max_physical_batch_size.
         draws: number of the next draw, where draws are counted. Set it only between passes.
         streams: source of the draws. Set it only between passes.
     """
@@ -125,7 +127,7 @@ class PoissonLoader:
         self._draws_per_pass = max(1, round(min(1.0 / q, 2.0**62)))
         most = n if q == 1.0 else self.b_max
         rows = share.rounds(most) if strict and size is None else size
-        self._piece_size = size
+        self.piece_size = size
         self._cutter = Cutter(rows, 1 if rows is None else -(-most // rows), strict, share.ranks)
         self._share = share
         self.streams = streams
@@ -146,11 +148,6 @@ class PoissonLoader:
     def strict(self) -> bool:
         """Whether all pieces have one public shape and records take secret places in them."""
         return self._cutter.shuffled
-
-    @property
-    def piece_size(self) -> int | None:
-        """max_physical_batch_size."""
-        return self._piece_size
 
     @property
     def pieces(self) -> int:
@@ -317,17 +314,6 @@ def _check_loader(loader: DataLoader) -> tuple[int, int]:
 
 def _inner_loader(user: DataLoader, feed: Feed) -> DataLoader:
     """A DataLoader with the user's data set and workers, fed by our pieces."""
-    # in_order is left at its default whatever the user set: each batch must meet the piece it was loaded for.
-    return DataLoader(
-        KeyedRecords(user.dataset),
-        batch_sampler=feed,  # type: ignore[arg-type]
-        collate_fn=KeyedCollate(user.collate_fn),  # type: ignore[arg-type]
-        num_workers=user.num_workers,
-        pin_memory=user.pin_memory,
-        timeout=user.timeout,
-        worker_init_fn=user.worker_init_fn,
-        multiprocessing_context=user.multiprocessing_context,
-        generator=user.generator,
-        prefetch_factor=user.prefetch_factor,
-        persistent_workers=user.persistent_workers,
-    )
+    settings: dict[str, Any] = {name: getattr(user, name) for name in (*_TAKEN_OVER, *_OF_WORKERS)}
+    collate: Any = KeyedCollate(user.collate_fn)
+    return DataLoader(KeyedRecords(user.dataset), batch_sampler=feed, collate_fn=collate, **settings)  # type: ignore[arg-type]

@@ -126,17 +126,12 @@ class ForwardRandomness:
         self.generators, self.key, self.draws = Generators(device), key, draws
         self._stack: list[Any] = []
         self._owner: int | None = None
-        self._calls = 0
+        self.calls = 0  # over the present batch
 
     def next_batch(self, calls: int = 0) -> None:
         """A new physical batch: its calls are counted from zero, and nothing is left of an interrupted one."""
-        self._calls, self._owner = calls, None
+        self.calls, self._owner = calls, None
         self._stack.clear()
-
-    @property
-    def calls(self) -> int:
-        """Calls over the present batch."""
-        return self._calls
 
     def enter(self) -> None:
         """Take the generators."""
@@ -146,8 +141,8 @@ class ForwardRandomness:
         # inside another pass the states to give back are those of that pass
         self._stack.append(self.generators.save())
         self._owner = thread
-        self._calls += 1
-        self.generators.seed(self.key(self._calls))
+        self.calls += 1
+        self.generators.seed(self.key(self.calls))
 
     def leave(self) -> None:
         """Give them back; nothing happens where they were not taken."""
