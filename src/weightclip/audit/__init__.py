@@ -45,14 +45,16 @@ from weightclip.audit._neighbours import rounding_neighbours as rounding_neighbo
 from weightclip.audit._one_run import OneRun as OneRun
 from weightclip.audit._one_run import judge as judge
 from weightclip.audit._one_run import one_run as one_run
+from weightclip.audit._one_step import PureLaw as PureLaw
 from weightclip.audit._one_step import Shift as Shift
 from weightclip.audit._one_step import StepLaw as StepLaw
+from weightclip.audit._one_step import pure_law as pure_law
 from weightclip.audit._one_step import step_law as step_law
-from weightclip.audit._pure import PureLaw as PureLaw
-from weightclip.audit._pure import pure_law as pure_law
 from weightclip.audit._releases import SampledReleases as SampledReleases
+from weightclip.audit._releases import WholeRun as WholeRun
 from weightclip.audit._releases import claimed_curve as claimed_curve
 from weightclip.audit._releases import sampled_releases as sampled_releases
+from weightclip.audit._releases import two_worlds as two_worlds
 from weightclip.audit._run_law import RunLaw as RunLaw
 from weightclip.audit._run_law import run_law as run_law
 from weightclip.audit._statistics import TwoWorlds as TwoWorlds
@@ -69,6 +71,4 @@ from weightclip.audit._suite import run_audit as run_audit
 from weightclip.audit._trainer import Trainer as Trainer
 from weightclip.audit._trainer import TrainerAudit as TrainerAudit
 from weightclip.audit._trainer import audit_trainer as audit_trainer
-from weightclip.audit._whole_run import WholeRun as WholeRun
-from weightclip.audit._whole_run import two_worlds as two_worlds
 from weightclip.audit._write import write_report as write_report

@@ -10,12 +10,10 @@ from typing import Any
 from weightclip.audit._falsifier import Falsification, falsify
 from weightclip.audit._neighbours import hostile_neighbours, rounding_neighbours
 from weightclip.audit._one_run import one_run
-from weightclip.audit._one_step import step_law
-from weightclip.audit._pure import pure_law
-from weightclip.audit._releases import sampled_releases
+from weightclip.audit._one_step import pure_law, step_law
+from weightclip.audit._releases import sampled_releases, two_worlds
 from weightclip.audit._run_law import RunLaw, poisson_subject, run_law
 from weightclip.audit._subject import Records, Subject
-from weightclip.audit._whole_run import two_worlds
 
 FALSIFIER = "falsifier"
 TRAINED = "falsifier, trained"

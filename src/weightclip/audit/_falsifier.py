@@ -18,14 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 
-from weightclip.audit._subject import AuditRun, Records, Subject, units_of
+from weightclip.audit._subject import TOLERANCE, AuditRun, Records, Subject, frozen_sgd, units_of
 from weightclip.certificate import Bounds
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import WeightclipError
 from weightclip.factors import BOUND, CAP
 from weightclip.losses import BCEWithLogits, CrossEntropy, Loss, MultiMargin
-
-TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def _separate(bounds: Bounds, layers: list[str]) -> Bounds:
 
 def through_engine(subject: Subject) -> Callable[[Records], tuple[dict[str, float], float]]:
     """Evaluate one record by a noiseless step of the real engine."""
-    run = replace(subject, physical=None, optimizer=_frozen).start(subject.ordinary(1), 0.0, rate=1.0)
+    run = replace(subject, physical=None, optimizer=frozen_sgd).start(subject.ordinary(1), 0.0, rate=1.0)
 
     def evaluate(record: Records) -> tuple[dict[str, float], float]:
         run.replace(record)
@@ -160,10 +158,6 @@ def through_engine(subject: Subject) -> Callable[[Records], tuple[dict[str, floa
         return run.layer_norms(release), float(release.norm())
 
     return evaluate
-
-
-def _frozen(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.0)
 
 
 class _Search:
