@@ -28,17 +28,18 @@ from weightclip.audit._checks import Check as Check
 from weightclip.audit._checks import Effort as Effort
 from weightclip.audit._checks import Examination as Examination
 from weightclip.audit._checks import gdp_estimate_of as gdp_estimate_of
-from weightclip.audit._climb import climb as climb
 from weightclip.audit._estimators import Canary as Canary
 from weightclip.audit._estimators import canaries as canaries
 from weightclip.audit._estimators import estimator_check as estimator_check
 from weightclip.audit._falsifier import Falsification as Falsification
 from weightclip.audit._falsifier import LayerFinding as LayerFinding
+from weightclip.audit._falsifier import climb as climb
 from weightclip.audit._falsifier import falsify as falsify
 from weightclip.audit._figures import audit_figure as audit_figure
 from weightclip.audit._figures import printed_figure as printed_figure
 from weightclip.audit._figures import tightness_figure as tightness_figure
 from weightclip.audit._figures import trainer_figure as trainer_figure
+from weightclip.audit._figures import write_report as write_report
 from weightclip.audit._neighbours import Neighbours as Neighbours
 from weightclip.audit._neighbours import hostile_neighbours as hostile_neighbours
 from weightclip.audit._neighbours import rounding_neighbours as rounding_neighbours
@@ -71,4 +72,3 @@ from weightclip.audit._suite import run_audit as run_audit
 from weightclip.audit._trainer import Trainer as Trainer
 from weightclip.audit._trainer import TrainerAudit as TrainerAudit
 from weightclip.audit._trainer import audit_trainer as audit_trainer
-from weightclip.audit._write import write_report as write_report

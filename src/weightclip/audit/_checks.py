@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -100,15 +101,11 @@ class Examination:
 
     def __init__(self, subject: Subject, effort: Effort = QUICK, seed: int = 0, delta: float = 1e-5) -> None:
         self.subject, self.effort, self.seed, self.delta = subject, effort, seed, delta
-        self._falsification: Falsification | None = None
 
-    @property
+    @functools.cached_property
     def falsification(self) -> Falsification:
         """The search at the initial weights."""
-        if self._falsification is None:
-            e = self.effort
-            self._falsification = falsify(self.subject, seed=self.seed, restarts=e.restarts, steps=e.ascent)
-        return self._falsification
+        return falsify(self.subject, seed=self.seed, restarts=self.effort.restarts, steps=self.effort.ascent)
 
     @property
     def loudest(self) -> Records:
