@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -10,12 +11,10 @@ from typing import Any
 from weightclip.audit._falsifier import Falsification, falsify
 from weightclip.audit._neighbours import hostile_neighbours, rounding_neighbours
 from weightclip.audit._one_run import one_run
-from weightclip.audit._one_step import step_law
-from weightclip.audit._pure import pure_law
-from weightclip.audit._releases import sampled_releases
+from weightclip.audit._one_step import pure_law, step_law
+from weightclip.audit._releases import sampled_releases, two_worlds
 from weightclip.audit._run_law import RunLaw, poisson_subject, run_law
 from weightclip.audit._subject import Records, Subject
-from weightclip.audit._whole_run import two_worlds
 
 FALSIFIER = "falsifier"
 TRAINED = "falsifier, trained"
@@ -102,15 +101,11 @@ class Examination:
 
     def __init__(self, subject: Subject, effort: Effort = QUICK, seed: int = 0, delta: float = 1e-5) -> None:
         self.subject, self.effort, self.seed, self.delta = subject, effort, seed, delta
-        self._falsification: Falsification | None = None
 
-    @property
+    @functools.cached_property
     def falsification(self) -> Falsification:
         """The search at the initial weights."""
-        if self._falsification is None:
-            e = self.effort
-            self._falsification = falsify(self.subject, seed=self.seed, restarts=e.restarts, steps=e.ascent)
-        return self._falsification
+        return falsify(self.subject, seed=self.seed, restarts=self.effort.restarts, steps=self.effort.ascent)
 
     @property
     def loudest(self) -> Records:

@@ -12,20 +12,20 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 
-from weightclip.audit._subject import AuditRun, Records, Subject, units_of
+from weightclip.audit._subject import TOLERANCE, AuditRun, Records, Subject, frozen_sgd, units_of
 from weightclip.certificate import Bounds
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import WeightclipError
 from weightclip.factors import BOUND, CAP
 from weightclip.losses import BCEWithLogits, CrossEntropy, Loss, MultiMargin
 
-TOLERANCE = 1e-6
+Evaluate = Callable[[Records], tuple[dict[str, float], float]]
+"""From one record to the norms of its gradient by layer, and its length over all layers in units of the noise."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,10 @@ def falsify(
         torch.manual_seed(seed)
         best = _Search(searched, ordinary, restarts).run(steps)
     with opened(engine):
-        return _report(engine, subject.name, best, ordinary, confirm)
+        tally = _Tally(confirm or _by_backward(engine))
+        for x, y in zip(best[0], best[1], strict=True):
+            tally.look((x[None], y[None]))
+        return tally.report(engine, subject.name, (ordinary[0][:32], ordinary[1][:32]))
 
 
 def summed_gradient(engine: PrivacyEngine, x: Tensor, y: Tensor, units: list[float]) -> Tensor:
@@ -150,9 +153,9 @@ def _separate(bounds: Bounds, layers: list[str]) -> Bounds:
     return replace(bounds, joint_cap=None, layer_cap=caps)
 
 
-def through_engine(subject: Subject) -> Callable[[Records], tuple[dict[str, float], float]]:
+def through_engine(subject: Subject) -> Evaluate:
     """Evaluate one record by a noiseless step of the real engine."""
-    run = replace(subject, physical=None, optimizer=_frozen).start(subject.ordinary(1), 0.0, rate=1.0)
+    run = replace(subject, physical=None, optimizer=frozen_sgd).start(subject.ordinary(1), 0.0, rate=1.0)
 
     def evaluate(record: Records) -> tuple[dict[str, float], float]:
         run.replace(record)
@@ -160,10 +163,6 @@ def through_engine(subject: Subject) -> Callable[[Records], tuple[dict[str, floa
         return run.layer_norms(release), float(release.norm())
 
     return evaluate
-
-
-def _frozen(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.0)
 
 
 class _Search:
@@ -175,7 +174,7 @@ class _Search:
         self.parameters = {k: v.detach() for k, v in self.model.named_parameters()}
         self.names = {id(p): k for k, p in self.model.named_parameters()}
         self.layers = len(engine.plan.layers)
-        sensitivities = engine.training.release.sensitivities(engine.training.sensitivity.evaluate())
+        sensitivities = _sensitivities(engine)
         self.weights = sensitivities.square().reciprocal()
         self.units = torch.tensor(units_of(engine, sensitivities), dtype=torch.float64).square().reciprocal()
         self.radius = engine.bounds.projections().get("", math.inf)
@@ -284,30 +283,46 @@ def _vocabulary(model: nn.Module) -> int:
     return min(sizes, default=2)
 
 
-def _report(engine: PrivacyEngine, name: str, best: Any, ordinary: Records, confirm: Any) -> Falsification:
-    paths = list(engine.plan.layers)
-    sensitivities = engine.training.release.sensitivities(engine.training.sensitivity.evaluate())
-    units = units_of(engine, sensitivities)
+class _Tally:
+    """What was found so far: the largest gradient of every layer, and the record that is longest over all of them."""
 
-    def evaluate(x: Tensor, y: Tensor) -> tuple[list[float], float]:
-        if confirm is not None:
-            norms, joint = confirm((x, y))
-            return [norms[p] for p in paths], joint
-        g = summed_gradient(engine, x, y, units)
-        return _layer_norms(engine, g, units), float(g.norm())
+    def __init__(self, evaluate: Evaluate) -> None:
+        self.evaluate, self.joint, self.loudest = evaluate, 0.0, None
+        self.found: dict[str, float] = {}
 
-    found, joint, loudest = [0.0] * len(paths), 0.0, (best[0][:1], best[1][:1])
-    for i in range(len(best[0])):
-        record = best[0][i : i + 1], best[1][i : i + 1]
-        norms, length = evaluate(*record)
-        found = [max(a, b) if math.isfinite(b) else math.inf for a, b in zip(found, norms, strict=True)]
-        if not length <= joint:
-            joint, loudest = (length if math.isfinite(length) else math.inf), record
-    x, y = ordinary
-    usual = torch.tensor([evaluate(x[i : i + 1], y[i : i + 1])[0] for i in range(min(32, len(x)))])
-    rows = zip(paths, sensitivities.tolist(), found, usual.median(0).values.tolist(), strict=True)
-    layers = tuple(LayerFinding(*row) for row in rows)
-    return Falsification(name, layers, joint, (loudest[0].detach().clone(), loudest[1].clone()))
+    def look(self, record: Records) -> float:
+        """Take one record into account; the length of its gradient over all layers."""
+        norms, length = self.evaluate(record)
+        for path, norm in norms.items():
+            self.found[path] = max(self.found.get(path, 0.0), norm) if math.isfinite(norm) else math.inf
+        if self.loudest is None or not length <= self.joint:
+            self.joint, self.loudest = (length if math.isfinite(length) else math.inf), record
+        return length
+
+    def report(self, engine: PrivacyEngine, name: str, ordinary: Records) -> Falsification:
+        """All of it, beside the engine's bounds and what ordinary records have."""
+        assert self.loudest is not None
+        usual = [list(self.evaluate((x[None], y[None]))[0].values()) for x, y in zip(*ordinary, strict=True)]
+        typical = torch.tensor(usual).median(0).values.tolist()
+        rows = zip(self.found, _sensitivities(engine).tolist(), self.found.values(), typical, strict=True)
+        x, y = self.loudest
+        layers = tuple(LayerFinding(*row) for row in rows)
+        return Falsification(name, layers, self.joint, (x.detach().clone(), y.clone()))
+
+
+def _sensitivities(engine: PrivacyEngine) -> Tensor:
+    return engine.training.release.sensitivities(engine.training.sensitivity.evaluate())
+
+
+def _by_backward(engine: PrivacyEngine) -> Evaluate:
+    """Evaluate one record by a backward pass through an engine that is :func:`opened`."""
+    units = units_of(engine, _sensitivities(engine))
+
+    def evaluate(record: Records) -> tuple[dict[str, float], float]:
+        g = summed_gradient(engine, *record, units)
+        return dict(zip(engine.plan.layers, _layer_norms(engine, g, units), strict=True)), float(g.norm())
+
+    return evaluate
 
 
 def _layer_norms(engine: PrivacyEngine, release: Tensor, units: list[float]) -> list[float]:
@@ -316,3 +331,41 @@ def _layer_norms(engine: PrivacyEngine, release: Tensor, units: list[float]) -> 
     for block, part in zip(blocks, release.split([b.parameter.numel() for b in blocks]), strict=True):
         squares[block.layer] += float(part.square().sum()) * units[block.layer] ** 2
     return [math.sqrt(s) for s in squares]
+
+
+def climb(subject: Subject, *, seed: int = 0, restarts: int = 4, steps: int = 20) -> Falsification:
+    """Search for a record that moves a release by more than its noise allows, by trial alone; labels are ordinary ones.
+
+    For models that torch.func cannot transform. Records are changed at random, and what is louder is kept. Every record
+    that is tried runs through the real engine, one noiseless step each, so that any model, loss and kind of record can
+    be searched; it needs no derivatives of gradients and finds less than :func:`weightclip.audit.falsify`.
+
+    Args:
+        subject: The trainer; it is started without noise.
+        seed: Seed of the search.
+        restarts: Records to begin with.
+        steps: Changes tried on each; every fourth enlarges numbers instead of moving them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tally, ordinary = _Tally(through_engine(subject)), subject.ordinary(max(8, restarts), seed)
+    engine = subject.start(subject.ordinary(2, seed), 0.0).engine
+    tokens = 1 + int(ordinary[0].max())
+    for i in range(restarts):
+        best = ordinary[0][i : i + 1], ordinary[1][i : i + 1]
+        top = tally.look(best)
+        for t in range(steps):
+            x = _changed(best[0], tokens, generator, larger=t % 4 == 3)
+            y = best[1] if t % 2 else ordinary[1][torch.randint(len(ordinary[1]), (1,), generator=generator)]
+            length = tally.look((x, y))
+            if not length <= top:
+                best, top = (x, y), length
+    return tally.report(engine, subject.name, ordinary)
+
+
+def _changed(x: Tensor, tokens: int, generator: torch.Generator, larger: bool) -> Tensor:
+    """Some tokens replaced; or numbers moved by about their own size, or made ten times as large."""
+    some = torch.rand(x.shape, generator=generator) < 0.3
+    if not x.is_floating_point():
+        return torch.where(some, torch.randint(0, tokens, x.shape, generator=generator, dtype=x.dtype), x)
+    size = x.square().mean().sqrt().clamp(min=1e-3)
+    return 10 * x if larger else torch.where(some, x + size * torch.randn(x.shape, generator=generator).to(x), x)

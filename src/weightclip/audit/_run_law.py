@@ -17,9 +17,8 @@ import numpy as np
 from scipy import stats
 
 from weightclip.accounting import gdp_epsilon
-from weightclip.audit._one_step import TOLERANCE
 from weightclip.audit._statistics import ALARM, Normality, check_normal
-from weightclip.audit._subject import AuditRun, Records, Subject, joined
+from weightclip.audit._subject import TOLERANCE, AuditRun, Records, Subject, joined
 from weightclip.errors import UncountedReleases
 
 

@@ -28,9 +28,18 @@ Records = tuple[Tensor, Tensor]
 """Inputs and labels, records on dimension 0."""
 
 
+TOLERANCE = 1e-6
+"""By how much rounding may exceed what is allowed, relative."""
+
+
 def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
     """Gradient descent with small steps: noise in proportion to growing weights would let them explode."""
     return torch.optim.SGD(parameters, lr=0.02)
+
+
+def frozen_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """An optimiser that leaves the weights where they are, so that steps can be repeated."""
+    return torch.optim.SGD(parameters, lr=0.0)
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,23 @@
-"""``weightclip audit``: try to refute the claimed epsilon."""
+"""``weightclip audit``: try to refute the claimed epsilon, of weightclip itself or of somebody's own trainer."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import json
 import math
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
-from weightclip.cli._audit_trainer import audit_own
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from weightclip.audit import Check, ExtraAudit, Report
+    from weightclip.audit import Check, ExtraAudit, Report, Trainer
 
 
 def audit(
@@ -55,7 +58,6 @@ def audit_and_show(
     """Run all audits and those of ``extra``, write the report, show it; exit code 1 if a claim was refuted."""
     import torch
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from weightclip.audit import run_audit, write_report
 
@@ -66,13 +68,16 @@ def audit_and_show(
         raise typer.BadParameter("delta must lie in (0, 0.5)", param_hint="--delta")
     torch.set_num_threads(1)  # matrices of ten by ten: more threads only wait for each other
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("audit", total=None)
-        report = run_audit(quick=quick, seed=seed, epsilons=epsilons, delta=delta, extra=extra(),
-                           progress=lambda label, done, total: bar.update(task, description=label, completed=done,
-                                                                          total=total))  # fmt: skip
-        bar.update(task, description="pictures")
+    with _progress(console, "audit") as show:
+        report = run_audit(
+            quick=quick,
+            seed=seed,
+            epsilons=epsilons,
+            delta=delta,
+            extra=extra(),
+            progress=lambda label, done, total: show(description=label, completed=done, total=total),
+        )
+        show(description="pictures")
         files = write_report(report, out)
     if as_json:
         typer.echo(report.to_json())
@@ -140,3 +145,64 @@ def _cell(check: Check | None) -> str:
 
 def _verdict(check: Check) -> str:
     return "[red]violation[/red]" if check.violation else "[green]ok[/green]"
+
+
+@contextlib.contextmanager
+def _progress(console: Console, label: str) -> Iterator[Callable[..., None]]:
+    """A bar that goes when the block ends; what is given takes what changes."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda **news: bar.update(task, **news)
+
+
+def audit_own(place: str, runs: int, seed: int, out: Path, as_json: bool) -> None:
+    """Audit the trainer at ``module:function``; exit code 1 if its claim is refuted."""
+    from rich.console import Console
+
+    from weightclip.audit import audit_trainer, trainer_figure
+
+    if runs < 40:
+        raise typer.BadParameter("at least 40 runs are needed, fewer can refute nothing", param_hint="--runs")
+    trainer = load_trainer(place)
+    console = Console(stderr=True)
+    with _progress(console, trainer.name) as show:
+        found = audit_trainer(
+            trainer, runs=runs, seed=seed, progress=lambda done, total: show(completed=done, total=total)
+        )
+    picture = trainer_figure(found, out / "trainer.png")
+    report = json.dumps(found.to_dict(), indent=2)
+    (out / "trainer.json").write_text(report + "\n")
+    typer.echo(report if as_json else f"{found}\nwritten: {out / 'trainer.json'}, {picture}")
+    if found.violation:
+        console.print(f"VIOLATION {found.name}: claimed {found.epsilon:g}, at least {found.result.epsilon_lower:.3g}",
+                      style="bold red", highlight=False)  # fmt: skip
+        raise typer.Exit(1)
+
+
+def load_trainer(place: str) -> Trainer:
+    """The trainer that ``module:function`` makes, or the one that is there."""
+    from weightclip.audit import Trainer
+
+    def bad(text: str) -> typer.BadParameter:
+        return typer.BadParameter(text, param_hint="TRAINER")
+
+    module_name, _, name = place.partition(":")
+    if not module_name or not name:
+        raise bad(f"expected module:function, got {place!r}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise bad(f"cannot import {module_name!r}: {error}") from None
+    finally:
+        sys.path.pop(0)
+    found: Any = getattr(module, name, None)
+    if found is None:
+        raise bad(f"module {module_name!r} has no {name!r}")
+    found = found() if callable(found) and not isinstance(found, Trainer) else found
+    if not isinstance(found, Trainer):
+        raise bad(f"{place} gives a {type(found).__name__}: it must give a weightclip.audit.Trainer")
+    return found

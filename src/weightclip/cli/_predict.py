@@ -1,17 +1,24 @@
-"""``weightclip predict``: predictions of a model folder for a new table."""
+"""``weightclip predict``: predictions of a model folder for a new table.
+
+The file they go to is written whole or not at all, and only where a plain file may stand.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import os
+import stat
 import sys
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Annotated
 
 import typer
 
-from weightclip.cli._out import check_file, whole_file
 from weightclip.errors import WeightclipError
 
 
@@ -34,7 +41,7 @@ def predict(
 
     source: _files.Source = _files.File(data, delimiter)
     if out is not None:
-        check_file(out, (data,))
+        _check_file(out, data)
     tensors, pipeline, _ = _folder.load(model)
     fitted = Model.load(tensors, pipeline)
     if "text" in pipeline:
@@ -44,7 +51,7 @@ def predict(
     if out is None:
         _write(fitted, source, sys.stdout, proba, as_json)
         return
-    with whole_file(out) as file:
+    with _whole_file(out) as file:
         _write(fitted, source, file, proba, as_json)
 
 
@@ -78,3 +85,47 @@ def _write(model, source, file: IO[str], proba: bool, as_json: bool) -> None:
     for column, count in unknown.items():
         text = f"{count} of {row} values of {column!r} are missing or of categories the model does not know"
         print(f"warning: {text}: they count as zeros.", file=sys.stderr)
+
+
+def _check_file(path: Path, read: Path) -> None:
+    """Refuse what is no plain file, or is the table: replacing a device node or a link is never what was meant."""
+    try:
+        if os.path.lexists(path):
+            mode = path.lstat().st_mode
+            if stat.S_ISLNK(mode):
+                raise WeightclipError(f"--out {path} is a symbolic link: name a plain file.")
+            if not stat.S_ISREG(mode):
+                what = "a folder" if stat.S_ISDIR(mode) else "no plain file (a device, a pipe or a socket)"
+                raise WeightclipError(f"--out {path} is {what}: name a plain file, or leave --out away.")
+            if read.exists() and path.samefile(read):
+                raise WeightclipError(f"--out {path} is the table that is read: name another file.")
+        parent = path.absolute().parent
+        if not parent.is_dir():
+            raise WeightclipError(f"--out {path}: cannot write it ({parent} is no folder).")
+    except OSError as error:
+        raise WeightclipError(f"--out {str(path)[:200]}: cannot write it ({error.strerror or error}).") from error
+
+
+@contextlib.contextmanager
+def _whole_file(path: Path) -> Iterator[IO[str]]:
+    """A text file that takes its place when the block ends well, and leaves nothing when it does not."""
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=".weightclip-", dir=path.absolute().parent)
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise WeightclipError(f"--out {path}: cannot write it ({error.strerror or error}).") from error
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

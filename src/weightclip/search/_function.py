@@ -196,10 +196,6 @@ class FunctionSearch:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _mechanisms(self, sigma: float) -> list[Mechanism]:
-        """What one run releases."""
-        return _one_run(sigma, self.sample_rate, self.steps, self.score_sigma)
-
     def _released(self, run: SearchRun, agreed: Agreed) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Weights and report of a run, if it released what was paid for and no more."""
         engine = run.engine
@@ -216,7 +212,8 @@ class FunctionSearch:
 
     def _report(self, run: dict[str, Any], score: float) -> dict[str, Any]:
         """The report of the whole search, from that of the run that won; a run counts as if it had made all steps."""
-        mechanisms = self._mechanisms(run["public"]["noise_multiplier"])
+        sigma = run["public"]["noise_multiplier"]
+        mechanisms = _one_run(sigma, self.sample_rate, self.steps, self.score_sigma)
         total = searched_epsilon(mechanisms, self.delta, self.mean_runs, self.epsilon)
         if total > self.epsilon:
             raise WeightclipError("the search cost more than its budget; this is a bug, please report it.")
@@ -237,14 +234,13 @@ class FunctionSearch:
 
 
 def _one_run(sigma: float, q: float, steps: int, score_sigma: float) -> list[Mechanism]:
+    """What one run releases."""
     gradients = Mechanism("gaussian", sigma, q, steps, label="noisy gradients")
     return [gradients, Mechanism("gaussian", score_sigma, 1.0, 1, label="noisy score of a run")]
 
 
 @functools.lru_cache(maxsize=64)
-def _least_noise(
-    target: float, delta: float, q: float, steps: int, mean_runs: float, score_sigma: float
-) -> float:  # fmt: skip
+def _least_noise(target: float, delta: float, q: float, steps: int, mean_runs: float, score_sigma: float) -> float:
     def total(sigma: float) -> float:
         return searched_epsilon(_one_run(sigma, q, steps, score_sigma), delta, mean_runs, target)
 

@@ -6,9 +6,9 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from weightclip.errors import WeightclipError
 from weightclip.noise import Streams
@@ -16,39 +16,11 @@ from weightclip.search._place import Place
 from weightclip.search._storage import Agreed, SharedBoard
 from weightclip.tabular import Drawn, take_part
 
+if TYPE_CHECKING:
+    from weightclip.search._function import FunctionSearch
+    from weightclip.search._table import TableSearch
 
-class Work(Protocol):
-    """What is searched for; it is sent to other processes, and reads the records there by itself."""
-
-    @property
-    def seed(self) -> int | None:
-        """Of repeatable searches; None: randomness of the operating system."""
-        ...
-
-    @property
-    def mean_runs(self) -> float:
-        """Mean of the geometric number of runs."""
-        ...
-
-    def settings(self) -> str:
-        """Everything public that decides about a run, and a digest of the records where they are known."""
-        ...
-
-    def cost(self) -> float:
-        """Noise of one run, at which the whole search costs its target."""
-        ...
-
-    def run(self, agreed: Agreed) -> Callable[..., tuple[float, Any]]:
-        """One run."""
-        ...
-
-    def encode(self, result: Any) -> Any:
-        """What a run releases, as JSON-ready values."""
-        ...
-
-    def decode(self, stored: Any) -> Any:
-        """The same, back."""
-        ...
+    Work = FunctionSearch | TableSearch  # it is sent to other processes, and reads the records there by itself
 
 
 @dataclass(frozen=True)
