@@ -126,9 +126,14 @@ class Forest:
     """
 
     def __init__(
-        self, boundaries: Sequence[np.ndarray], chunks: Chunks, columns: Sequence[int], sigma: float, door: Door,
+        self,
+        boundaries: Sequence[np.ndarray],
+        chunks: Chunks,
+        columns: Sequence[int],
+        sigma: float,
+        door: Door,
         label: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.boundaries = [np.asarray(b, dtype=np.float64) for b in boundaries]
         leaves = len(self.boundaries[0]) - 1
         self.levels = leaves.bit_length() - 1

@@ -31,9 +31,13 @@ FILES = frozenset({WEIGHTS, PIPELINE, PRIVACY, CARD, OLD_CARD, CHECKSUMS})
 
 
 def save(
-    folder: str | Path, weights: dict[str, np.ndarray], pipeline: dict[str, Any], report: dict[str, Any], *,
+    folder: str | Path,
+    weights: dict[str, np.ndarray],
+    pipeline: dict[str, Any],
+    report: dict[str, Any],
+    *,
     overwrite: bool = False,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write a model folder; it appears whole or not at all, and an older one stays until the new one is in its place.
 
     Args:
