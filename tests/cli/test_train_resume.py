@@ -19,8 +19,7 @@ import pytest
 import weightclip
 from weightclip.accounting._ledger_format import read
 from weightclip.cli import main
-from weightclip.tabular._classifier import LipDPClassifier
-from weightclip.tabular._regressor import LipDPRegressor
+from weightclip.tabular._estimators import LipDPClassifier, LipDPRegressor
 
 KILLS = 60 if os.environ.get("WEIGHTCLIP_FULL") == "1" else 6
 EPSILON, DELTA = 2.0, 1e-5

@@ -14,7 +14,7 @@ from tests.ledger_kit import killed, started, steps
 import weightclip as wc
 from weightclip.accounting._accounting import Mechanism, epsilon
 from weightclip.cli import _verify, main
-from weightclip.tabular._classifier import LipDPClassifier
+from weightclip.tabular._estimators import LipDPClassifier
 
 
 def run(capsys, *arguments, expect: int = 0):
@@ -118,7 +118,7 @@ def fitted(tmp_path_factory) -> Path:
 
 def altered(fitted: Path, to: Path, change, card: bool = True) -> Path:
     """A copy of a model whose report was changed by somebody who also mended checksums, and the card if asked."""
-    from weightclip.tabular._card import model_card
+    from weightclip.tabular._report import model_card
 
     to.mkdir()
     contents = {p.name: p.read_bytes() for p in fitted.iterdir()}

@@ -17,7 +17,7 @@ from weightclip.errors import NotFinite
 from weightclip.noise import Streams
 from weightclip.search import _storage
 from weightclip.search._place import Place
-from weightclip.tabular import _board
+from weightclip.tabular import _search
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def a_run_that_fails_is_done() -> None:
             return 0.5, {}
 
         board.join(kit.SETTINGS)
-        _board.take_part(run, Streams.secure(), board)
+        _search.take_part(run, Streams.secure(), board)
         board.close()
         assert done[0] == len(what.drawn.candidates), "a run that failed was done again"
 

@@ -15,7 +15,7 @@ from tests.mutants.kit import Mutants
 from weightclip.errors import NotFinite
 from weightclip.search import _storage
 from weightclip.search._storage import SharedBoard
-from weightclip.tabular import Drawn, _board
+from weightclip.tabular import Drawn, _search
 
 pytest.importorskip("optuna", reason="needs the extra 'search'")
 pytestmark = [
@@ -35,7 +35,7 @@ def test_a_shared_search_passes(check: Callable[[], None]) -> None:
 
 @mutant(checks.a_run_that_fails_is_done)
 def a_run_that_fails_is_done_again(patch: Patch) -> None:
-    take_part = _board.take_part
+    take_part = _search.take_part
 
     def again(run, root, board) -> None:
         def until_it_works(streams, generator):
@@ -45,7 +45,7 @@ def a_run_that_fails_is_done_again(patch: Patch) -> None:
 
         take_part(until_it_works, root, board)
 
-    patch.setattr(_board, "take_part", again)
+    patch.setattr(_search, "take_part", again)
 
 
 @mutant(checks.runs_of_all_workers_are_those_that_were_drawn)

@@ -15,11 +15,11 @@ from tests.engine.test_checkpoint_strangers import TAMPERED, resealed, started, 
 
 import weightclip as wc
 from weightclip.engine import _checkpoint
-from weightclip.tabular import _swap, _training
+from weightclip.tabular import _training
 from weightclip.tabular import files as _files
 from weightclip.tabular import folder as _folder
-from weightclip.tabular._classifier import LipDPClassifier
 from weightclip.tabular._columns import Schema
+from weightclip.tabular._estimators import LipDPClassifier
 from weightclip.tabular._plan import PublicScaling
 
 N = 400
@@ -123,9 +123,9 @@ def test_a_death_between_renames(tmp_path, monkeypatch) -> None:
         (tmp_path / name).mkdir()
         with monkeypatch.context() as patch:
             if name != "exchange":
-                patch.setattr(_swap, "exchange", lambda a, b: False)
+                patch.setattr(_folder, "exchange", lambda a, b: False)
             if name == "neither":
-                patch.setattr(_swap, "standing", lambda folder: folder)
+                patch.setattr(_folder, "standing", lambda folder: folder)
                 with pytest.raises(AssertionError):
                     a_death_loses_no_model(tmp_path / name, monkeypatch)
             else:

@@ -10,14 +10,14 @@ from tests.cli import test_train_private
 from tests.tabular import test_search, test_target
 
 import weightclip.tabular._base as base
-import weightclip.tabular._classifier as classifier
+import weightclip.tabular._estimators as classifier
 import weightclip.tabular._fit as fit
 import weightclip.tabular._table as table
 import weightclip.tabular._target as target
 from weightclip.audit._estimators import canaries, estimator_check
 from weightclip.tabular import files
 from weightclip.tabular._columns import Column, canonical
-from weightclip.tabular._door import Door
+from weightclip.tabular._private import Door
 
 
 def codes_by_equality(patch):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import weightclip.tabular._door as doors
 import weightclip.tabular._plan as plans
+import weightclip.tabular._private as doors
 import weightclip.tabular._private as private
 from weightclip.accounting._ledger_format import read
 from weightclip.errors import ContractError
 from weightclip.noise._streams import Streams
-from weightclip.tabular._classifier import LipDPClassifier
-from weightclip.tabular._door import Door, charged
+from weightclip.tabular._estimators import LipDPClassifier
+from weightclip.tabular._private import Door, charged
 
 A, B = np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3) + 1
 

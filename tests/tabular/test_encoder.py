@@ -11,7 +11,6 @@ from weightclip.errors import WeightclipError
 from weightclip.noise._mechanisms import combine
 from weightclip.noise._streams import Streams
 from weightclip.tabular._columns import Column
-from weightclip.tabular._door import Door
 from weightclip.tabular._encoder import (
     Codes,
     Encoder,
@@ -25,6 +24,7 @@ from weightclip.tabular._encoder import (
     fit_unprotected,
     lack_of_precision,
 )
+from weightclip.tabular._private import Door
 from weightclip.tabular._table import Table
 
 RNG = np.random.default_rng(0)

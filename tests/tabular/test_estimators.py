@@ -16,11 +16,10 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 from weightclip.errors import WeightclipError
-from weightclip.tabular._classifier import LipDPClassifier
 from weightclip.tabular._columns import Schema
+from weightclip.tabular._estimators import LipDPClassifier, LipDPRegressor
 from weightclip.tabular._inputs import PrivacyCostWarning
 from weightclip.tabular._plan import NonPrivateScaling, PrivateScaling, PublicScaling
-from weightclip.tabular._regressor import LipDPRegressor
 from weightclip.tabular._report import recompute
 
 RNG = np.random.default_rng(0)

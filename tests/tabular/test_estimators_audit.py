@@ -12,8 +12,7 @@ import weightclip.tabular._private as private
 from weightclip.accounting._accounting import epsilon, gdp_epsilon
 from weightclip.noise._release import Release
 from weightclip.noise._streams import Streams
-from weightclip.tabular._classifier import LipDPClassifier
-from weightclip.tabular._regressor import LipDPRegressor
+from weightclip.tabular._estimators import LipDPClassifier, LipDPRegressor
 
 pd = pytest.importorskip("pandas")
 

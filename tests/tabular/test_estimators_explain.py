@@ -10,10 +10,8 @@ from sklearn.feature_selection import RFE, SelectFromModel
 from sklearn.metrics import log_loss
 
 from weightclip.errors import WeightclipError
-from weightclip.tabular._calibrate import calibrate
-from weightclip.tabular._classifier import LipDPClassifier
-from weightclip.tabular._importances import model_importances, public_importances
-from weightclip.tabular._regressor import LipDPRegressor
+from weightclip.tabular._estimators import LipDPClassifier, LipDPRegressor
+from weightclip.tabular._explain import calibrate, model_importances, public_importances
 
 pd = pytest.importorskip("pandas")
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from weightclip.errors import WeightclipError
-from weightclip.tabular._classifier import LipDPClassifier
+from weightclip.tabular._estimators import LipDPClassifier, LipDPRegressor
+from weightclip.tabular._inputs import class_list
 from weightclip.tabular._plan import PrivateScaling, PublicScaling
-from weightclip.tabular._regressor import LipDPRegressor
-from weightclip.tabular._settings import class_list
 
 pd = pytest.importorskip("pandas")
 

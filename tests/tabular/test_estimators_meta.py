@@ -15,9 +15,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.semi_supervised import SelfTrainingClassifier
 
-from weightclip.tabular._classifier import LipDPClassifier
+from weightclip.tabular._estimators import LipDPClassifier, LipDPRegressor
 from weightclip.tabular._inputs import PrivacyCostWarning
-from weightclip.tabular._regressor import LipDPRegressor
 
 RNG = np.random.default_rng(0)
 X = RNG.uniform(-1, 1, (200, 3))

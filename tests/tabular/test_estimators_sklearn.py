@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from weightclip.tabular._classifier import LipDPClassifier
-from weightclip.tabular._regressor import LipDPRegressor
+from weightclip.tabular._estimators import LipDPClassifier, LipDPRegressor
 
 # Few steps: what is checked is the contract, not the accuracy.
 QUICK = {"epochs": 2, "batch_fraction": 0.5, "delta": 1e-5, "accountant": "rdp"}

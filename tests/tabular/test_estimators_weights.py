@@ -12,9 +12,8 @@ import torch
 from weightclip.errors import WeightclipError
 from weightclip.losses import BCEWithLogits, CrossEntropy, Loss
 from weightclip.noise._streams import Streams
-from weightclip.tabular import _shapes as shapes
-from weightclip.tabular._classifier import LipDPClassifier
-from weightclip.tabular._regressor import LipDPRegressor
+from weightclip.tabular import _inputs as shapes
+from weightclip.tabular._estimators import LipDPClassifier, LipDPRegressor
 from weightclip.tabular._training import thinned
 
 RNG = np.random.default_rng(0)

@@ -9,10 +9,9 @@ import pytest
 
 from weightclip.errors import WeightclipError
 from weightclip.tabular import folder as _folder
-from weightclip.tabular._classifier import LipDPClassifier
+from weightclip.tabular._estimators import LipDPClassifier, LipDPRegressor
 from weightclip.tabular._model import Model
 from weightclip.tabular._plan import PublicScaling
-from weightclip.tabular._regressor import LipDPRegressor
 
 RNG = np.random.default_rng(0)
 X = RNG.uniform(-1, 1, (200, 3))

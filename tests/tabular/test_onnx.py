@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from weightclip.models import MLP
-from weightclip.tabular._classifier import LipDPClassifier
-from weightclip.tabular._regressor import LipDPRegressor
+from weightclip.tabular._estimators import LipDPClassifier, LipDPRegressor
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pd = pytest.importorskip("pandas")

@@ -7,8 +7,7 @@ import pytest
 
 from weightclip.noise._streams import Streams
 from weightclip.tabular._columns import BUCKETS
-from weightclip.tabular._door import Door
-from weightclip.tabular._private import Forest, consistent, frequent_buckets, mixed_grid, ranges, symmetric_grid
+from weightclip.tabular._private import Door, Forest, consistent, frequent_buckets, mixed_grid, ranges, symmetric_grid
 
 RNG = np.random.default_rng(0)
 

@@ -10,8 +10,8 @@ import pytest
 from weightclip.errors import WeightclipError
 from weightclip.noise._streams import Streams
 from weightclip.tabular._columns import Column
-from weightclip.tabular._door import Door
 from weightclip.tabular._encoder import fit_private
+from weightclip.tabular._private import Door
 from weightclip.tabular._resume import Checkpoint, Stage
 from weightclip.tabular._table import Table
 from weightclip.tabular._target import Target

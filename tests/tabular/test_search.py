@@ -12,11 +12,10 @@ from weightclip.accounting import _accounting as accounting
 from weightclip.errors import WeightclipError
 from weightclip.noise._streams import Streams
 from weightclip.tabular import _search
-from weightclip.tabular._board import best_of_random_runs
 from weightclip.tabular._columns import Column
 from weightclip.tabular._plan import FitPlan, PrivateScaling
 from weightclip.tabular._report import mechanisms_of, recompute
-from weightclip.tabular._search import VALIDATION, SearchPlan, Task, search
+from weightclip.tabular._search import VALIDATION, SearchPlan, Task, best_of_random_runs, search
 from weightclip.tabular._table import Table
 
 COLUMNS = (Column("a", "numeric", -4.0, 4.0), Column("b", "numeric", -4.0, 4.0))

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from weightclip.errors import WeightclipError
-from weightclip.tabular import _swap
 from weightclip.tabular import folder as _folder
-from weightclip.tabular._classifier import LipDPClassifier
+from weightclip.tabular._estimators import LipDPClassifier
 from weightclip.tabular._plan import PublicScaling
 
 X = np.random.default_rng(0).uniform(-1, 1, (200, 3))
@@ -47,7 +46,7 @@ def test_dying_between_renames_loses_nothing(models, tmp_path, monkeypatch, numb
     old, new = models
     old.save(tmp_path / "m")
     if not can_exchange:
-        monkeypatch.setattr(_swap, "exchange", lambda a, b: False)
+        monkeypatch.setattr(_folder, "exchange", lambda a, b: False)
     with monkeypatch.context() as patch:
         dies_at_rename(patch, number)
         with contextlib.suppress(Died):
@@ -57,7 +56,7 @@ def test_dying_between_renames_loses_nothing(models, tmp_path, monkeypatch, numb
     new.save(tmp_path / "m", overwrite=True)  # and the next save puts everything right
     assert np.array_equal(LipDPClassifier.load(tmp_path / "m").predict_proba(X), new.predict_proba(X))
     if not can_exchange:
-        assert not _swap.aside(tmp_path / "m").exists()
+        assert not _folder.aside(tmp_path / "m").exists()
 
 
 @pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="no exchange of names")

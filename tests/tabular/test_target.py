@@ -13,8 +13,8 @@ import weightclip.tabular._private as private
 from weightclip.noise._streams import Streams
 from weightclip.tabular import LipDPRegressor
 from weightclip.tabular._columns import Column
-from weightclip.tabular._door import Door
 from weightclip.tabular._encoder import fit_private
+from weightclip.tabular._private import Door
 from weightclip.tabular._table import Table
 from weightclip.tabular._target import Target, agreement, fit_target, pretended
 

@@ -20,15 +20,11 @@ from weightclip.tabular import defaults as _defaults
 from weightclip.tabular import folder as _folder
 from weightclip.tabular._checks import check_budget
 from weightclip.tabular._columns import Column, Schema, canonical
+from weightclip.tabular._explain import shares
 from weightclip.tabular._fit import find_kinds
-from weightclip.tabular._importances import shares
-from weightclip.tabular._inputs import Progress, bounds_by_name
-from weightclip.tabular._loaded import inputs_json, named_columns, restore
-from weightclip.tabular._model import Model
-from weightclip.tabular._onnx import to_onnx
+from weightclip.tabular._inputs import Progress, bounds_by_name, dense, label_array, plain_settings
+from weightclip.tabular._model import Model, to_onnx
 from weightclip.tabular._plan import FitPlan, NonPrivateScaling, PrivateScaling, PublicScaling
-from weightclip.tabular._settings import plain_settings
-from weightclip.tabular._shapes import dense
 from weightclip.tabular._table import Table, array_columns, array_kinds, frame_columns, frame_kinds, is_frame, to_values
 
 _CHOICES = ("hidden_layer_sizes", "epochs", "batch_fraction", "learning_rate", "gradient_cap", "joint_cap",
@@ -130,12 +126,13 @@ class LipDP(BaseEstimator):
         Kinds come from types, never from values: None where there is no type (objects and lists).
         """
         X = dense(X)
-        if not reset and (found := named_columns(self, X)) is not None:
-            return found, {}
         if is_frame(X):
-            arrays, kinds = frame_columns(X), frame_kinds(X)
+            arrays = frame_columns(X)
             if len(arrays) != len(X.columns if hasattr(X, "columns") else X.column_names):
                 raise ValueError("two columns of X have the same name.")
+            if not reset and self._by_name:  # a loaded estimator finds its columns in any order, beside any others
+                return arrays, {}
+            kinds = frame_kinds(X)
             if not arrays:
                 raise ValueError("0 feature(s) (shape=(n, 0)) while a minimum of 1 is required.")
             validate_data(self, X, reset=reset, skip_check_array=True)  # type: ignore[arg-type]
@@ -205,12 +202,10 @@ class LipDP(BaseEstimator):
 
     # -- after the fit ---------------------------------------------------------------------------------------------
 
-    def _finish(self, model: Model, report: dict[str, Any], run: Any) -> None:
-        self.model_ = model
-        self.privacy_report_ = report
-        self.epsilon_ = float(report["epsilon"])
-        self.delta_ = float(report["delta"])
-        self.n_iter_ = run.steps
+    def _finish(self, model: Model, report: dict[str, Any]) -> None:
+        self.model_, self.privacy_report_ = model, report
+        self.epsilon_, self.delta_ = float(report["epsilon"]), float(report["delta"])
+        self.n_iter_ = report["public"]["steps"]
 
     @property
     def feature_importances_(self) -> np.ndarray:
@@ -239,10 +234,10 @@ class LipDP(BaseEstimator):
     def save(self, folder: str | Path, overwrite: bool = False) -> Path:
         """Write a model folder: safetensors, JSON and a model card, with checksums and without pickle."""
         check_is_fitted(self)
-        return _folder.save(
-            folder, self.model_.tensors(), {**self.model_.pipeline(), **inputs_json(self)}, self.privacy_report_,
-            overwrite=overwrite,
-        )  # fmt: skip
+        # names of the columns that `fit` saw, ignored ones too, and whether the table named them
+        inputs = {"inputs": list(self._names), "named": hasattr(self, "feature_names_in_")}
+        pipeline = {**self.model_.pipeline(), **inputs}
+        return _folder.save(folder, self.model_.tensors(), pipeline, self.privacy_report_, overwrite=overwrite)
 
     @classmethod
     def load(cls, folder: str | Path):
@@ -255,5 +250,12 @@ class LipDP(BaseEstimator):
         if model.task != wanted:
             raise WeightclipError(f"model {folder} is for {model.task}, not {wanted}.")
         estimator = cls(epsilon=report["target_epsilon"], delta=report["delta"])
-        restore(estimator, model, pipeline, report)
+        estimator._finish(model, report)
+        estimator._names = pipeline.get("inputs") or [c.name for c in model.encoder.columns]
+        estimator.n_features_in_ = len(estimator._names)
+        estimator._by_name = pipeline.get("named", True)  # `weightclip train` reads files, which name their columns
+        if estimator._by_name:
+            estimator.feature_names_in_ = np.array(estimator._names, dtype=object)
+        if wanted == "classification":
+            estimator.classes_ = label_array(model.classes)
         return estimator

@@ -15,8 +15,7 @@ from weightclip.errors import WeightclipError
 from weightclip.noise import Streams
 from weightclip.tabular import _private as private
 from weightclip.tabular._columns import BUCKETS, Column
-from weightclip.tabular._door import Door
-from weightclip.tabular._private import THRESHOLD, Forest, frequent_buckets, mixed_grid, ranges
+from weightclip.tabular._private import THRESHOLD, Door, Forest, frequent_buckets, mixed_grid, ranges
 from weightclip.tabular._table import BLOCK, Table
 
 _RADIUS = 1.5  # of centered features, in units of their typical norm
@@ -177,19 +176,12 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What fitting an encoder gives: the encoder, what it cost, and what a report must say.
+    """What fitting an encoder gives: the encoder, what it cost, and what a report must say."""
 
-    Attributes:
-        encoder: The encoder.
-        mechanisms: What was released of the private records.
-        statements: Sentences for the privacy report.
-        uncovered: What was read from the records without paying.
-    """
-
-    encoder: Encoder
-    mechanisms: tuple[Mechanism, ...] = ()
-    statements: tuple[str, ...] = ()
-    uncovered: tuple[str, ...] = ()
+    encoder: Encoder  # the encoder
+    mechanisms: tuple[Mechanism, ...] = ()  # what was released of the private records
+    statements: tuple[str, ...] = ()  # sentences for the privacy report
+    uncovered: tuple[str, ...] = ()  # what was read from the records without paying
 
 
 def fit_private(table: Table, sigma: float, pieces: int, door: Door, n: int) -> Fitted:

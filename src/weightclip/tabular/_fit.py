@@ -18,7 +18,6 @@ from weightclip.accounting import Mechanism
 from weightclip.errors import WeightclipError
 from weightclip.tabular import defaults as _defaults
 from weightclip.tabular._columns import Column
-from weightclip.tabular._door import Door
 from weightclip.tabular._encoder import (
     Encoder,
     Fitted,
@@ -32,7 +31,7 @@ from weightclip.tabular._encoder import (
 )
 from weightclip.tabular._model import Model, fold
 from weightclip.tabular._plan import FitPlan, NonPrivateScaling, PrivateScaling, PublicScaling, mu_left
-from weightclip.tabular._private import column_kinds
+from weightclip.tabular._private import Door, column_kinds
 from weightclip.tabular._report import privacy_report, settings_json
 from weightclip.tabular._resume import Stage
 from weightclip.tabular._table import BLOCK, Table
@@ -90,7 +89,7 @@ def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], ta
     run = _train(table, fitted, codes, len(classes), plan, n)
     model = Model(fitted.encoder, fold(run.weights, run.settings.temperature), "classification", classes, target=target)
     public = {"classes": len(classes), "settings": settings_json(run.settings)}
-    return model, _report(fitted, run, plan, n, public), run
+    return model, privacy_report(fitted, run, plan, n, public), run
 
 
 def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None, target: str, plan: FitPlan):
@@ -126,7 +125,7 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
     last = (w * np.float32(factor), b * np.float32(factor) + np.float32(shift))
     model = Model(fitted.encoder, (*inner, last), "regression", (), (low, high), target)
     public = {"target_range": [low, high], "settings": settings_json(run.settings)}
-    return model, _report(fitted, run, plan, n, public), run
+    return model, privacy_report(fitted, run, plan, n, public), run
 
 
 def _before_regression(
@@ -248,13 +247,6 @@ def _loss(classes: int, settings: Settings) -> losses.Loss:
         return losses.L1() if settings.cap is None else losses.Huber(delta=settings.cap)
     kind = losses.BCEWithLogits if classes == 2 else losses.CrossEntropy
     return kind(temperature=settings.temperature, scale_by_temperature=True, cap=settings.cap)
-
-
-def _report(fitted: Fitted, run: Trained, plan: FitPlan, n: int, public: dict[str, Any]) -> dict[str, Any]:
-    return privacy_report(
-        fitted, run, delta=plan.delta, target=plan.epsilon, accountant=plan.accountant, n=n, public=public,
-        secure=plan.streams.is_secure, not_covered=plan.not_covered,
-    )  # fmt: skip
 
 
 def _half(table: Table, encoder: Encoder) -> torch.Tensor:

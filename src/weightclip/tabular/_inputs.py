@@ -1,22 +1,26 @@
-"""Small helpers of the estimators: labels, bounds by name, threads, warnings."""
+"""What callers hand to the estimators, checked and made plain: labels, bounds, settings, shapes, sample weights."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from numbers import Number
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from numbers import Integral, Number, Real
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.sparse import issparse
 from sklearn.utils import assert_all_finite
 from sklearn.utils.validation import column_or_1d
 
 from weightclip.errors import WeightclipError
 from weightclip.tabular._columns import canonical
+from weightclip.tabular._plan import FitPlan
 
 
 class PrivacyCostWarning(UserWarning):
@@ -142,3 +146,135 @@ def threads(n_jobs: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def plain_settings(estimator: Any, names: Sequence[str]) -> dict[str, Any]:
+    """What the user chose among `names` (None: not chosen), NumPy's numbers as Python's.
+
+    Raises:
+        WeightclipError: A value is no positive number, or a fraction is none.
+    """
+    chosen = {name: value for name in names if (value := getattr(estimator, name)) is not None}
+    if "hidden_layer_sizes" in chosen:
+        chosen["hidden_layer_sizes"] = _widths(chosen["hidden_layer_sizes"])
+    for name, value in chosen.items():
+        if name == "hidden_layer_sizes":
+            continue
+        if name == "joint_cap" and isinstance(value, (tuple, list, np.ndarray)):
+            chosen[name] = tuple(_positive(name, item) for item in value)
+        else:
+            chosen[name] = _positive(name, value)
+    if chosen.get("batch_fraction", 1.0) > 1:
+        raise WeightclipError(f"batch_fraction must lie in (0, 1], got {chosen['batch_fraction']!r}.")
+    return chosen
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
+        wanted = "a number in (0, 1]" if name == "batch_fraction" else "a positive number"
+        raise WeightclipError(f"{name} must be {wanted}, got {value!r}.")
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _widths(sizes: Any) -> tuple[int, ...]:
+    items: list[Any] = [sizes] if isinstance(sizes, Integral) else list(sizes) if _is_list(sizes) else [None]
+    if not all(isinstance(w, Integral) and not isinstance(w, bool) and 1 <= int(w) <= 1 << 16 for w in items):
+        raise WeightclipError(f"hidden_layer_sizes must be widths like (32, 16), or (); got {sizes!r}.")
+    return tuple(int(w) for w in items)
+
+
+def class_list(classes: Any) -> np.ndarray:
+    """Declared class labels as an array that keeps their types.
+
+    Raises:
+        WeightclipError: They are no list of single values, or one of them is missing.
+    """
+    if not _is_list(classes) or getattr(classes, "ndim", 1) != 1:
+        raise WeightclipError(f"classes must be a list of labels like ['no', 'yes'], got {classes!r}.")
+    items = classes.tolist() if hasattr(classes, "tolist") else list(classes)
+    if any(v is None or v != v or isinstance(v, (list, tuple, set, dict)) for v in items):
+        raise WeightclipError("classes must be a list of single labels, none of them missing.")
+    return label_array(items)
+
+
+def label_array(labels: Sequence[Any]) -> np.ndarray:
+    """Labels as an array; those of several types stay what they are instead of all becoming text."""
+    if len({type(v) for v in labels}) <= 1:
+        return np.array(labels)
+    array = np.empty(len(labels), dtype=object)
+    array[:] = labels
+    return array
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict)) and np.ndim(value) > 0  # type: ignore[arg-type]
+
+
+_MOST = 4 << 30  # bytes of a sparse table written out
+
+
+def dense(X: Any) -> Any:
+    """X, written out if it is sparse: every feature takes part in every step, so that nothing would be saved.
+
+    Raises:
+        WeightclipError: It would not fit: the shape is public, the values are not looked at.
+    """
+    if not issparse(X):
+        return X
+    rows, columns = X.shape
+    if rows * columns * 8 > _MOST:
+        raise WeightclipError(
+            f"sparse X of {rows} x {columns} takes {rows * columns * 8 / 2**30:.0f} GiB written out: choose or hash "
+            "columns first (private accuracy falls with their number)."
+        )
+    if X.dtype.kind == "c":
+        raise ValueError("Complex data not supported")
+    return np.asarray(X.toarray())
+
+
+def one_target(y: Any) -> Any:
+    """y, unless it has several columns.
+
+    Raises:
+        WeightclipError: It has: says what to do instead, and what that costs.
+    """
+    k = y.shape[1] if len(getattr(y, "shape", ())) == 2 else 1
+    if isinstance(y, (list, tuple)) and len(y) > 0 and isinstance(y[0], (list, tuple)):
+        k = len(y[0])
+    if k > 1:
+        raise WeightclipError(
+            f"y has {k} columns (multilabel, several outputs): one model predicts one target. Fit {k} models, each "
+            f"with epsilon/{k} and delta/{k} and one column of y: together they cost epsilon and delta."
+        )
+    return y
+
+
+NOTE = (
+    "sample weights count as part of each record, cut to [0, 1]; feature statistics (ranges, quantiles, categories, "
+    "means) are those of the unweighted records"
+)
+
+
+def weigh(plan: FitPlan, sample_weight: Any, rows: int) -> FitPlan:
+    """The plan of a weighted fit; as it is without weights.
+
+    Raises:
+        WeightclipError: The weights are not one number for each record. Their values never stop a fit: it would tell.
+    """
+    if sample_weight is None:
+        return plan
+    weights = np.asarray(sample_weight)
+    if weights.dtype.kind not in "iufb":
+        weights = np.array([_number(v) for v in weights.ravel()]).reshape(weights.shape)
+    if weights.shape != (rows,):
+        raise WeightclipError(
+            f"sample_weight.shape == {weights.shape}, expected ({rows},): one number from 0 to 1 for each record."
+        )
+    return replace(plan, not_covered=(*plan.not_covered, NOTE), weights=np.asarray(weights, dtype=np.float64))
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan  # keeps its own record out, and no other

@@ -17,7 +17,7 @@ from weightclip.distributed import find_ranks
 from weightclip.errors import BudgetSpent, ContractError, WeightclipError
 from weightclip.noise import Streams
 from weightclip.tabular._columns import Column
-from weightclip.tabular._door import Door, charged
+from weightclip.tabular._private import Door, charged
 from weightclip.tabular._resume import Checkpoint
 
 
@@ -68,43 +68,26 @@ Preprocessing = PrivateScaling | PublicScaling | NonPrivateScaling
 
 @dataclass(frozen=True)
 class FitPlan:
-    """Everything that is decided before a record is read.
+    """Everything that is decided before a record is read."""
 
-    Attributes:
-        epsilon: Budget, preprocessing included.
-        delta: Its δ.
-        preprocessing: Where feature statistics come from.
-        chosen: Settings of the network that the user chose.
-        accountant: "pld" or "rdp".
-        streams: Randomness.
-        loss: "huber" or "l1" (regression).
-        progress: Called with (steps done, steps in all).
-        not_covered: Sentences the report has to add.
-        records: Public number of records; None declares the true one public.
-        weights: Chance of each record to take part in a step it was drawn for (sample weights); None: always.
-        spent: What was released of the records before the fit, within the same budget.
-        ledger: File in which every release is counted before it happens, beside those of earlier fits.
-        past: What the ledger held before this fit; it counts in epsilon.
-        checkpoint: Where an interrupted fit is found again.
-        columns: The columns as declared, before any kind was voted on: what is spent follows from these alone.
-    """
-
-    epsilon: float
-    delta: float
-    preprocessing: Preprocessing
-    chosen: Mapping[str, Any] = field(default_factory=dict)
-    accountant: str = "pld"
-    streams: Streams = field(default_factory=Streams.secure)
-    loss: str = "huber"
-    progress: Callable[[int, int], None] | None = None
-    not_covered: tuple[str, ...] = ()
-    records: int | None = None
+    epsilon: float  # budget, preprocessing included
+    delta: float  # its δ
+    preprocessing: Preprocessing  # where feature statistics come from
+    chosen: Mapping[str, Any] = field(default_factory=dict)  # settings of the network that the user chose
+    accountant: str = "pld"  # "pld" or "rdp"
+    streams: Streams = field(default_factory=Streams.secure)  # randomness
+    loss: str = "huber"  # "huber" or "l1" (regression)
+    progress: Callable[[int, int], None] | None = None  # called with (steps done, steps in all)
+    not_covered: tuple[str, ...] = ()  # sentences the report has to add
+    records: int | None = None  # public number of records; None declares the true one public
+    # chance of each record to take part in a step it was drawn for (sample weights); None: always
     weights: np.ndarray | None = None
-    spent: tuple[Mechanism, ...] = ()
+    spent: tuple[Mechanism, ...] = ()  # what was released of the records before the fit, within the same budget
+    # the columns as declared, before any kind was voted on: what is spent follows from these alone
     columns: tuple[Column, ...] | None = None
-    ledger: Path | None = None
-    past: tuple[Mechanism, ...] = ()
-    checkpoint: Checkpoint | None = None
+    ledger: Path | None = None  # file in which every release is counted before it happens, beside those of earlier fits
+    past: tuple[Mechanism, ...] = ()  # what the ledger held before this fit; it counts in epsilon
+    checkpoint: Checkpoint | None = None  # where an interrupted fit is found again
 
     @property
     def door(self) -> Door:

@@ -8,9 +8,11 @@ from dataclasses import fields
 from typing import Any
 
 from weightclip.accounting import Mechanism, NegativeBinomialRuns, epsilon, search_cost
-from weightclip.engine import FORMAT, version_of_package
+from weightclip.engine import FORMAT, one_line, version_of_package
+from weightclip.engine import model_card as private_card
 from weightclip.sampling import TAIL
 from weightclip.tabular._encoder import Fitted
+from weightclip.tabular._plan import FitPlan
 from weightclip.tabular._training import Settings, Trained
 
 NOT_COVERED = (
@@ -22,44 +24,33 @@ NOT_COVERED = (
 )
 
 
-def privacy_report(
-    fitted: Fitted,
-    run: Trained | None,
-    *,
-    delta: float,
-    target: float,
-    accountant: str,
-    n: int,
-    public: dict[str, Any],
-    secure: bool,
-    not_covered: Sequence[str] = (),
-) -> dict[str, Any]:
+def privacy_report(fitted: Fitted, run: Trained, plan: FitPlan, n: int, public: dict[str, Any]) -> dict[str, Any]:
     """A JSON-ready statement; its epsilon is computed from the mechanisms it lists.
 
     Formal guarantees:
         ``epsilon(mechanisms, delta)`` of everything the fitted estimator holds, for data sets that differ by adding or
         removing one record. Infinite when statistics were read without paying.
-    """  # fmt: skip
-    mechanisms = [*fitted.mechanisms, *([run.mechanism] if run is not None else [])]
+    """
+    mechanisms, delta, accountant = [*fitted.mechanisms, run.mechanism], plan.delta, plan.accountant
+    secure = plan.streams.is_secure
     total = math.inf if fitted.uncovered else epsilon(mechanisms, delta, accountant)
     report: dict[str, Any] = {
         "format": FORMAT,
         "statement": f"({_text(total)}, {delta:g})-differentially private for adding or removing one record.",
         "epsilon": _number(total),
         "delta": delta,
-        "target_epsilon": target,
+        "target_epsilon": plan.epsilon,
         "adjacency": "ADD_OR_REMOVE_ONE",
         "accountant": accountant,
         "mechanisms": [_entry(m, delta, accountant) for m in mechanisms],
         "preprocessing": [*fitted.statements, *(f"NOT PRIVATE: {u}" for u in fitted.uncovered)],
         "public": {"records": n, **public},
-        "not_covered": [*fitted.uncovered, *not_covered, *NOT_COVERED],
+        "not_covered": [*fitted.uncovered, *plan.not_covered, *NOT_COVERED],
         "secure_noise": secure,
         "library": {name: version_of_package(name) for name in ("weightclip", "torch", "dp-accounting")},
     }
-    if run is not None:
-        report["public"] |= {"sample_rate": run.q, "expected_batch_size": run.batch, "steps": run.steps}
-        report["layers"] = list(run.layers)
+    report["public"] |= {"sample_rate": run.q, "expected_batch_size": run.batch, "steps": run.steps}
+    report["layers"] = list(run.layers)
     if not secure:
         report["not_covered"].insert(
             0, "anyone who can guess random_state: noise from a seed protects only while it is secret"
@@ -143,3 +134,47 @@ def _number(value: float) -> float | str:
 
 def _text(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else "inf"
+
+
+def model_card(pipeline: dict[str, Any], report: dict[str, Any]) -> str:
+    """A model card from the pipeline description and the privacy report; nothing else is read."""
+    task = pipeline["task"]
+    target = one_line(pipeline.get("target") or "the target")
+    facts = [
+        report["statement"],
+        f"records: {report['public']['records']:,}; columns: {len(pipeline['columns'])}",
+        f"network: dense, hidden layers {pipeline['hidden'] or 'none'}, {pipeline['outputs']} output(s)",
+    ]
+    if (text := pipeline.get("text")) is not None:
+        tuned = f", fine-tuned by updates of rank {text['lora']['rank']}" if "lora" in text else ""
+        read = f"read through the encoder {one_line(text['encoder'])}{tuned}"
+        facts.append(f"text of column {one_line(text['column'])}, {read}")
+    if task == "classification":
+        shown = ", ".join(one_line(str(c)) for c in pipeline["classes"][:20])
+        more = len(pipeline["classes"]) - 20
+        facts.append(f"classes: {shown}{f' and {more} more' if more > 0 else ''}")
+    else:
+        low, high = pipeline["target_range"]
+        facts.append(f"predictions are clipped to [{low:g}, {high:g}]")
+    paid = ["## Preprocessing", "", *(f"- {line}" for line in report["preprocessing"])]
+    columns = ["## Columns", "", "| column | type | public range or categories |", "|---|---|---|"]
+    columns += [f"| {one_line(c['name'])} | {c['type']} | {_known(c)} |" for c in pipeline["columns"]]
+    use = [
+        "## Use and check it",
+        "",
+        "`weightclip predict MODEL data.csv` predicts; `weightclip verify MODEL` recomputes epsilon from this folder "
+        "and finds changed files; `weightclip certify MODEL` shows the sensitivities.",
+    ]
+    return private_card(
+        report,
+        f"Private {task} model for `{target}`",
+        facts=facts,
+        sections=["\n".join(part) for part in (paid, columns, use)],
+        head={"pipeline_tag": f"tabular-{task}"},
+    )
+
+
+def _known(column: dict[str, Any]) -> str:
+    if "low" in column:
+        return f"[{column['low']:g}, {column['high']:g}]"
+    return f"{len(column['categories'])} categories" if "categories" in column else "none"

@@ -28,17 +28,11 @@ _STAGE, _ENGINE, _AVERAGE, _LOOK = "stage.json", "engine", "average.safetensors"
 
 @dataclass(frozen=True)
 class Stage:
-    """What a fit has released before its training begins.
+    """What a fit has released before its training begins."""
 
-    Attributes:
-        fitted: Encoder and mechanisms, those of a last look after training included.
-        target: How a numeric target is scaled; None for classes.
-        check: Noise multiplier of the last look; 0 without one.
-    """
-
-    fitted: Fitted
-    target: Target | None = None
-    check: float = 0.0
+    fitted: Fitted  # encoder and mechanisms, those of a last look after training included
+    target: Target | None = None  # how a numeric target is scaled; None for classes
+    check: float = 0.0  # noise multiplier of the last look; 0 without one
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -62,15 +56,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder in which an interrupted fit is found again.
+    """A folder in which an interrupted fit is found again."""
 
-    Attributes:
-        folder: The folder; made when there is something to keep.
-        options: Public options of the fit, as text: another fit must not go on with this one's values.
-    """
-
-    folder: Path
-    options: str
+    folder: Path  # the folder; made when there is something to keep
+    options: str  # public options of the fit, as text: another fit must not go on with this one's values
 
     @property
     def begun(self) -> bool:

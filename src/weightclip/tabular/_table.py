@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +20,11 @@ BLOCK = 1 << 16  # rows handled at a time
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Raw values of a table: numbers as they are, categories as codes, NaN where a value is missing or unknown.
+    """Raw values of a table: numbers as they are, categories as codes, NaN where a value is missing or unknown."""
 
-    Attributes:
-        columns: What is publicly known of each column.
-        values: In memory, or mapped from a file.  # records x columns, float64
-        extra: One more column, the last, kept apart so that a mapped array need not be copied.
-    """
-
-    columns: tuple[Column, ...]
-    values: np.ndarray
-    extra: np.ndarray | None = None
+    columns: tuple[Column, ...]  # what is publicly known of each column
+    values: np.ndarray  # in memory, or mapped from a file; records x columns, float64
+    extra: np.ndarray | None = None  # one more column, the last, kept apart so that a mapped array need not be copied
 
     def __len__(self) -> int:
         return len(self.values)
@@ -84,12 +78,18 @@ def is_frame(X: object) -> bool:
 
 def frame_columns(X: Any) -> dict[str, np.ndarray]:
     """Columns of a data frame or Arrow table as arrays: numbers as float64 (NaN: missing), anything else as objects."""
+    columns, to_array, _ = _opened(X)
+    return {name: to_array(column) for name, column in columns}
+
+
+def _opened(X: Any) -> tuple[list[tuple[str, Any]], Callable[[Any], np.ndarray], Callable[[Any], str | None]]:
+    """Named columns of a table, and how its library's columns become arrays, and its types kinds."""
     if hasattr(X, "get_columns"):  # polars
-        return {str(s.name): _from_polars(s) for s in X.get_columns()}
+        return [(str(s.name), s) for s in X.get_columns()], _from_polars, lambda s: _polars_kind(s.dtype)
     if hasattr(X, "column_names") and hasattr(X, "column"):  # Arrow
-        return {str(name): _from_arrow(X.column(name)) for name in X.column_names}
-    names = [str(name) for name in X.columns]
-    return {name: _from_pandas(X.iloc[:, i]) for i, name in enumerate(names)}
+        return [(str(c), X.column(c)) for c in X.column_names], _from_arrow, lambda column: arrow_kind(column.type)
+    columns = [(str(name), X.iloc[:, i]) for i, name in enumerate(X.columns)]
+    return columns, _from_pandas, lambda series: _pandas_kind(series.dtype)
 
 
 def _from_polars(series: Any) -> np.ndarray:
@@ -123,11 +123,8 @@ def frame_kinds(X: Any) -> dict[str, str | None]:
 
     None where a type says nothing: columns of Python objects.
     """
-    if hasattr(X, "get_columns"):  # polars
-        return {str(s.name): _polars_kind(s.dtype) for s in X.get_columns()}
-    if hasattr(X, "column_names") and hasattr(X, "column"):  # Arrow
-        return {str(name): arrow_kind(X.column(name).type) for name in X.column_names}
-    return {str(name): _pandas_kind(X.iloc[:, i].dtype) for i, name in enumerate(X.columns)}
+    columns, _, to_kind = _opened(X)
+    return {name: to_kind(column) for name, column in columns}
 
 
 def _polars_kind(dtype: Any) -> str | None:

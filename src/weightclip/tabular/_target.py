@@ -12,9 +12,8 @@ from scipy import stats
 from weightclip.accounting import Mechanism
 from weightclip.tabular import _private as private
 from weightclip.tabular._columns import Column
-from weightclip.tabular._door import Door
 from weightclip.tabular._encoder import FEW_LEVELS, LEVELS, Codes, Encoder
-from weightclip.tabular._private import Forest, mixed_grid, ranges
+from weightclip.tabular._private import Door, Forest, mixed_grid, ranges
 from weightclip.tabular._table import Table
 
 _UNIT = 1.0  # of a target that the network learns, in standard deviations: Huber's loss bounds what lies far out
@@ -84,19 +83,19 @@ def fit_target(
     return Target(low, high, middle, unit), paid
 
 
-def pretended(encoder: Encoder, rows: int = 2000) -> np.ndarray:
+def pretended(encoder: Encoder, rng: np.random.Generator | None = None, rows: int = 2000) -> np.ndarray:
     """Rows that a table could hold, from the released encoder alone: where numbers lie, and frequent categories.
 
-    Columns are drawn independently, numbers evenly between the released quantiles.
+    Columns are drawn independently, numbers evenly between the released quantiles; without `rng` always the same.
     """
-    rng, columns = np.random.default_rng(0), []
+    rng, columns = np.random.default_rng(0) if rng is None else rng, []
     for part in encoder.parts:
-        choices = np.asarray(part.codes if isinstance(part, Codes) else part.edges, dtype=np.float64)
-        if isinstance(part, Codes) or len(choices) < 2:
-            columns.append(rng.choice(choices, rows) if len(choices) else np.full(rows, math.nan))
-            continue
-        place = rng.integers(len(choices) - 1, size=rows)
-        columns.append(choices[place] + rng.random(rows) * (choices[place + 1] - choices[place]))
+        if isinstance(part, Codes):
+            columns.append(rng.choice(np.array(part.codes or (math.nan,), dtype=np.float64), rows))
+        else:
+            edges = np.array(part.edges)
+            place = rng.integers(len(edges) - 1, size=rows)
+            columns.append(edges[place] + rng.random(rows) * np.diff(edges)[place])
     return np.column_stack(columns)
 
 

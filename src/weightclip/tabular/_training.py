@@ -32,32 +32,19 @@ _INIT, _WEIGHTS, _ENGINE = "table/init", "table/weights", "table/engine"
 
 @dataclass(frozen=True)
 class Settings:
-    """One way to train: architecture, optimiser and bounds, all of them public constants.
+    """One way to train: architecture, optimiser and bounds, all of them public constants."""
 
-    Attributes:
-        hidden: Widths of the hidden layers; () is a linear model.
-        batch: Expected batch size b; the sampling rate is q = b/n, n the (public) number of records.
-        epochs: Passes over the data: T = epochs·round(1/q) steps.
-        lr: Learning rate at the first step.
-        final_lr: Learning rate at the end as a part of `lr`; it falls along a straight line.
-        averaging: Decay of the exponential average of the weights, 0 for the last iterate.
-        bias_scale: β of the engine's bounds.
-        cap: B, bound of each record's gradient at the raw outputs (Huber's δ for regression).
-        temperature: τ of the loss τ·l(z/τ).
-        weight_norm: C, or None: ClipWeights after every step.
-        joint_cap: t_k, one number or one per layer: one scale per record bounds its whole gradient.
-    """
-
-    hidden: tuple[int, ...] = (16,)
-    batch: int = 256
-    epochs: float = 30
-    lr: float = 0.06
-    final_lr: float = 0.1
-    averaging: float = 0.95
-    bias_scale: float = 0.3
-    cap: float | None = None
-    temperature: float = 1.0
-    weight_norm: float | None = None
+    hidden: tuple[int, ...] = (16,)  # widths of the hidden layers; () is a linear model
+    batch: int = 256  # expected batch size b; the sampling rate is q = b/n, n the (public) number of records
+    epochs: float = 30  # passes over the data: T = epochs·round(1/q) steps
+    lr: float = 0.06  # learning rate at the first step
+    final_lr: float = 0.1  # learning rate at the end as a part of `lr`; it falls along a straight line
+    averaging: float = 0.95  # decay of the exponential average of the weights, 0 for the last iterate
+    bias_scale: float = 0.3  # β of the engine's bounds
+    cap: float | None = None  # B, bound of each record's gradient at the raw outputs (Huber's δ for regression)
+    temperature: float = 1.0  # τ of the loss τ·l(z/τ)
+    weight_norm: float | None = None  # C, or None: ClipWeights after every step
+    # t_k, one number or one per layer: one scale per record bounds its whole gradient
     joint_cap: float | tuple[float, ...] = 0.3
 
     def sample_rate(self, n: int) -> float:
@@ -80,40 +67,24 @@ class Settings:
 
 @dataclass(frozen=True)
 class Records:
-    """What is private: features, labels and sample weights of every record.
+    """What is private: features, labels and sample weights of every record."""
 
-    Attributes:
-        features: Encoded rows, float32 or float16.  # records x features
-        labels: As the loss takes them; those it does not know contribute nothing.
-        weights: Chance of each record to take part in a step it was drawn for, or None: always.
-    """
-
-    features: Tensor
-    labels: Tensor
-    weights: Tensor | None = None
+    features: Tensor  # encoded rows, float32 or float16; records x features
+    labels: Tensor  # as the loss takes them; those it does not know contribute nothing
+    weights: Tensor | None = None  # chance of each record to take part in a step it was drawn for, or None: always
 
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """One trained network and what it cost.
+    """One trained network and what it cost."""
 
-    Attributes:
-        settings: How it was trained.
-        weights: (weight, bias) of every layer, float32, before the temperature.
-        sigma: Noise multiplier of the joint release of all layers.
-        q: Sampling rate.
-        steps: Number of releases.
-        batch: Public divisor b.
-        layers: Name, parameters, sensitivity and noise of every layer, JSON-ready.
-    """
-
-    settings: Settings
-    weights: tuple[tuple[Tensor, Tensor], ...]
-    sigma: float
-    q: float
-    steps: int
-    batch: float
-    layers: tuple[dict[str, Any], ...]
+    settings: Settings  # how it was trained
+    weights: tuple[tuple[Tensor, Tensor], ...]  # (weight, bias) of every layer, float32, before the temperature
+    sigma: float  # noise multiplier of the joint release of all layers
+    q: float  # sampling rate
+    steps: int  # number of releases
+    batch: float  # public divisor b
+    layers: tuple[dict[str, Any], ...]  # name, parameters, sensitivity and noise of every layer, JSON-ready
 
     @property
     def mechanism(self) -> Mechanism:
@@ -123,19 +94,12 @@ class Trained:
 
 @dataclass(frozen=True)
 class Budget:
-    """A total to be spent on one run; the noise multiplier follows from q and T.
+    """A total to be spent on one run; the noise multiplier follows from q and T."""
 
-    Attributes:
-        epsilon: Target ε.
-        delta: Its δ.
-        accountant: "pld" or "rdp".
-        extra: What else is released within the same budget (preprocessing).
-    """
-
-    epsilon: float
-    delta: float
-    accountant: str = "pld"
-    extra: tuple[Mechanism, ...] = ()
+    epsilon: float  # target ε
+    delta: float  # its δ
+    accountant: str = "pld"  # "pld" or "rdp"
+    extra: tuple[Mechanism, ...] = ()  # what else is released within the same budget (preprocessing)
 
     def sigma(self, q: float, steps: int) -> float:
         """The smallest noise multiplier that keeps the budget; draws beyond what rounding allows for cost δ."""

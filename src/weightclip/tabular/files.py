@@ -36,28 +36,22 @@ class Source(Protocol):
     @property
     def path(self) -> Path:
         """Where it is, for people."""
-        ...
 
     @property
     def is_text(self) -> bool:
         """Whether its values are text, whose types have to be inferred."""
-        ...
 
     def blocks(self, columns: Sequence[str] | None = None) -> Iterator[Block]:
         """Rows, some at a time, by column name."""
-        ...
 
     def header(self) -> list[str]:
         """Column names."""
-        ...
 
     def kinds(self) -> dict[str, Column]:
         """What is declared of its columns."""
-        ...
 
     def nested(self) -> set[str]:
         """Names of columns whose values are lists or records."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -240,19 +234,12 @@ def _refuse_nested(file: Source, used: Sequence[str]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A file read for training.
+    """A file read for training."""
 
-    Attributes:
-        table: Features, mapped from a scratch file that has no name (nobody else can open it, no kill leaves it).
-        target: Class codes or numbers, NaN where missing.
-        classes: Class labels found or declared.
-        inferred: Names of columns whose type was inferred from the values.
-    """
-
-    table: Table
-    target: np.ndarray
-    classes: tuple[str, ...]
-    inferred: tuple[str, ...]
+    table: Table  # features, mapped from a scratch file that has no name (nobody else can open it, no kill leaves it)
+    target: np.ndarray  # class codes or numbers, NaN where missing
+    classes: tuple[str, ...]  # class labels found or declared
+    inferred: tuple[str, ...]  # names of columns whose type was inferred from the values
 
     def codes(self) -> np.ndarray:
         """Codes of the classes; a missing label gets one that contributes nothing."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,8 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from weightclip.errors import WeightclipError
-from weightclip.tabular import _swap
-from weightclip.tabular._card import model_card
 from weightclip.tabular._checks import check_pipeline, check_report, strict_json
+from weightclip.tabular._report import model_card
 
 FORMAT = 1
 WEIGHTS, PIPELINE, PRIVACY, CARD, CHECKSUMS = (
@@ -89,7 +91,7 @@ def write(folder: str | Path, contents: dict[str, bytes], *, overwrite: bool) ->
                 file.flush()
                 os.fsync(file.fileno())
         os.chmod(temporary, 0o755)
-        _swap.put(temporary, folder, overwrite)
+        put(temporary, folder, overwrite)
     except OSError as error:
         raise WeightclipError(f"cannot write the model to {folder} ({error.strerror or error}).") from error
     finally:
@@ -109,7 +111,7 @@ def check_place(folder: str | Path, overwrite: bool, option: str = "") -> None:
     shown = f"{option}{folder}"
     place = Path(os.path.abspath(folder))
     try:
-        _swap.recover(place)
+        recover(place)
         if place.is_symlink():
             raise WeightclipError(f"{shown} is a symbolic link: name the folder itself.")
         if place.exists():
@@ -139,13 +141,11 @@ def load(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], dic
         WeightclipError: A file is missing, was changed, or is not what it should be.
     """
     folder = Path(folder)
-    place = _swap.standing(folder)
+    place = standing(folder)
     expected = _parse(folder, CHECKSUMS, _read(folder, place, CHECKSUMS))
     contents = {}
     for name in (WEIGHTS, PIPELINE, PRIVACY, OLD_CARD if OLD_CARD in expected else CARD):
-        contents[name] = _read(folder, place, name)
-        if hashlib.sha256(contents[name]).hexdigest() != expected.get(name):
-            raise WeightclipError(f"model {folder}: {name} was changed after training (its checksum does not match).")
+        contents[name] = _unchanged(folder, place, name, expected)
     pipeline, report = (_parse(folder, name, contents[name]) for name in (PIPELINE, PRIVACY))
     if pipeline.get("format") != FORMAT or isinstance(pipeline["format"], bool):
         found = str(pipeline.get("format"))[:20]
@@ -161,19 +161,24 @@ def load(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], dic
 
 def is_network(folder: str | Path) -> bool:
     """Whether a folder says that `save_network` wrote it."""
-    place = _swap.standing(Path(folder))
+    place = standing(Path(folder))
     return (place / CHECKSUMS).is_file() and PIPELINE not in _parse(place, CHECKSUMS, _read(place, place, CHECKSUMS))
 
 
 def check_network(folder: str | Path) -> dict[str, Any]:
     """The privacy report of a folder that `save_network` wrote, after checking every file."""
     folder = Path(folder)
-    place = _swap.standing(folder)
+    place = standing(folder)
     expected = _parse(folder, CHECKSUMS, _read(folder, place, CHECKSUMS))
-    for name in (WEIGHTS, PRIVACY, CARD):
-        if hashlib.sha256(_read(folder, place, name)).hexdigest() != expected.get(name):
-            raise WeightclipError(f"model {folder}: {name} was changed after training (its checksum does not match).")
-    return _parse(folder, PRIVACY, _read(folder, place, PRIVACY))
+    contents = {name: _unchanged(folder, place, name, expected) for name in (WEIGHTS, PRIVACY, CARD)}
+    return _parse(folder, PRIVACY, contents[PRIVACY])
+
+
+def _unchanged(folder: Path, place: Path, name: str, expected: dict[str, Any]) -> bytes:
+    data = _read(folder, place, name)
+    if hashlib.sha256(data).hexdigest() != expected.get(name):
+        raise WeightclipError(f"model {folder}: {name} was changed after training (its checksum does not match).")
+    return data
 
 
 def _read(folder: Path, place: Path, name: str) -> bytes:
@@ -197,3 +202,58 @@ def _parse(folder: Path, name: str, data: bytes) -> dict[str, Any]:
 
 def _dump(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
+
+
+_AT_FDCWD, _EXCHANGE = -100, 2  # of Linux' renameat2; macOS' renamex_np calls the same flag RENAME_SWAP
+
+
+def put(new: Path, folder: Path, overwrite: bool) -> None:
+    """Make `folder` be what `new` is; what stood there before is removed afterwards, if that is allowed.
+
+    Where the system can exchange two names, `folder` names the old or the new one at every moment. Elsewhere the old
+    one is set aside under `aside(folder)` between two renames, where `standing` finds it if the process dies there.
+    """
+    if not overwrite or not folder.exists():
+        os.replace(new, folder)  # fails where somebody else was faster: a folder that holds files stays
+    elif exchange(new, folder):
+        shutil.rmtree(new)
+    else:
+        old = aside(folder)
+        if old.exists():
+            shutil.rmtree(old)
+        os.replace(folder, old)
+        os.replace(new, folder)
+        shutil.rmtree(old)
+    with contextlib.suppress(OSError):  # names survive a loss of power only when their folder is written
+        handle = os.open(folder.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def aside(folder: Path) -> Path:
+    """Where a folder is kept while another takes its place, on systems that cannot exchange the two."""
+    return folder.with_name(f".{folder.name}.old")
+
+
+def standing(folder: Path) -> Path:
+    """The folder, or the one set aside by a process that died before it could put the new one in its place."""
+    return aside(folder) if folder.name and not os.path.lexists(folder) and aside(folder).is_dir() else folder
+
+
+def recover(folder: Path) -> None:
+    """Bring back a folder that a process set aside before it died."""
+    if (found := standing(folder)) != folder:
+        os.replace(found, folder)
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Exchange two names in one step; False where the system cannot."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if sys.platform == "darwin":
+            return libc.renamex_np(os.fsencode(a), os.fsencode(b), _EXCHANGE) == 0
+        return libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0
+    except (AttributeError, OSError, TypeError):
+        return False

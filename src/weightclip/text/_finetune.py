@@ -101,12 +101,8 @@ def fit_lora(
     scale = fit_public(Table(columns, np.zeros((0, len(columns)))), 1).encoder
     said = f"updates of rank {lora.rank} beside {len(update.layers)} layers of the encoder were trained with the head"
     public = {**settings_json(settings), "rank": lora.rank, "tokens": lora.tokens, "places": list(lora.places)}
-    report = privacy_report(
-        Fitted(scale, statements=(f"texts are read as tokens of a public vocabulary: free; {said}",)), run,
-        delta=plan.delta, target=plan.epsilon, accountant=plan.accountant, n=n,
-        public={"classes": len(classes), "settings": public}, secure=plan.streams.is_secure,
-        not_covered=plan.not_covered,
-    )  # fmt: skip
+    read = Fitted(scale, statements=(f"texts are read as tokens of a public vocabulary: free; {said}",))
+    report = privacy_report(read, run, plan, n, {"classes": len(classes), "settings": public})
     if not spent <= report["epsilon"] * (1 + 1e-9):
         raise ContractError(f"the engine has spent epsilon {spent:g}, the report says {report['epsilon']:g}.")
     model = Model(scale, (head,), "classification", classes, target=target)

@@ -1,19 +1,19 @@
-"""What a fitted model looks at: from the model alone, which costs nothing, or on public records."""
+"""What a fitted model looks at, and probabilities that mean what they say: from the model alone or public records."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy.optimize import minimize_scalar
 from sklearn.metrics import r2_score
 from sklearn.utils.validation import check_is_fitted
 
 from weightclip.errors import WeightclipError
-from weightclip.tabular._encoder import Pieces
 from weightclip.tabular._model import Model
-
-_ROWS = 2000  # made-up records, always the same
+from weightclip.tabular._target import pretended
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,10 @@ def model_importances(model: Model) -> Importances:
         A function of the released model alone: it costs no privacy.
     """
     rng = np.random.default_rng(0)
-    parts = model.encoder.parts
-    rows, fresh = (np.stack([_draw(part, rng) for part in parts], axis=1) for _ in range(2))
+    rows, fresh = (pretended(model.encoder, rng) for _ in range(2))
     before = _prediction(model, rows)
     effects = []
-    for j in range(len(parts)):
+    for j in range(rows.shape[1]):
         changed = rows.copy()
         changed[:, j] = fresh[:, j]
         effects.append(float(np.abs(_prediction(model, changed) - before).mean()))
@@ -92,8 +91,7 @@ def public_importances(estimator: Any, X: Any, y: Any, repeats: int = 5, random_
     check_is_fitted(estimator)
     values, y = estimator.raw(X), np.asarray(y)
     if estimator.model_.task == "classification":
-        places = {label: i for i, label in enumerate(estimator.classes_.tolist())}
-        y = np.array([places.get(label, -1) for label in y.tolist()])
+        y = _codes(estimator, y)
     return permuted(estimator.model_, values, y, repeats, random_state)
 
 
@@ -132,13 +130,51 @@ def shares(estimator: Any) -> np.ndarray:
     return effects / effects.sum() if effects.sum() > 0 else effects
 
 
-def _draw(part: Any, rng: np.random.Generator) -> np.ndarray:
-    if isinstance(part, Pieces):
-        edges = np.array(part.edges)
-        interval = rng.integers(0, len(edges) - 1, _ROWS)
-        return edges[interval] + rng.random(_ROWS) * np.diff(edges)[interval]
-    return rng.choice(np.array(part.codes or (np.nan,), dtype=np.float64), _ROWS)
+def _codes(estimator: Any, y: Any) -> np.ndarray:
+    """Place of each public label among the estimator's classes; -1 for one that is none of them."""
+    places = {label: i for i, label in enumerate(estimator.classes_.tolist())}
+    return np.array([places.get(label, -1) for label in np.asarray(y).tolist()])
 
 
 def _prediction(model: Model, rows: np.ndarray) -> np.ndarray:
     return model.probabilities(rows) if model.task == "classification" else model.regress(rows)
+
+
+def calibrate(estimator: Any, X: Any, y: Any) -> Any:
+    """A copy of a fitted classifier whose outputs are divided by the temperature that suits PUBLIC records best.
+
+    Noise and caps leave probabilities too bold or too timid; one number on top puts that right and changes no
+    predicted class. scikit-learn's `CalibratedClassifierCV` fits several private models instead, and each costs its
+    own epsilon.
+
+    Args:
+        estimator: A fitted `LipDPClassifier`.
+        X: Public records. The temperature of private ones is a release that nobody has paid for.
+        y: Their labels.
+
+    Formal guarantees:
+        A function of the released model and of X and y: costs no privacy of the records that were fitted, and gives
+        X and y none.
+    """
+    check_is_fitted(estimator)
+    if getattr(estimator, "classes_", None) is None:
+        raise WeightclipError("calibrate needs a classifier.")
+    codes = _codes(estimator, y)
+    logits = estimator.model_.logits(estimator.raw(X))
+    if len(codes) != len(logits) or not (codes >= 0).any():
+        raise WeightclipError("calibrate needs one label of a known class for each public record.")
+    logits, codes = logits[codes >= 0], codes[codes >= 0]
+    if logits.shape[1] == 1:
+        logits = np.concatenate([-logits / 2, logits / 2], axis=1)
+
+    def loss(log_temperature: float) -> float:
+        z = logits / np.exp(log_temperature)
+        z = z - z.max(axis=1, keepdims=True)
+        return float(np.mean(np.log(np.exp(z).sum(axis=1)) - z[np.arange(len(codes)), codes]))
+
+    found = minimize_scalar(loss, bounds=(-5.0, 5.0), method="bounded")
+    temperature = np.float32(np.exp(found.x))  # type: ignore[union-attr]
+    *hidden, (w, b) = estimator.model_.weights
+    result = copy.copy(estimator)
+    result.model_ = replace(estimator.model_, weights=(*hidden, (w / temperature, b / temperature)))
+    return result
