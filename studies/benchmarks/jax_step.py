@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Step time of jax_privacy against plain JAX on networks of `weightclip-study bench`, interleaved in one process.
 
 It needs an environment of its own with nothing of weightclip in it (`pip install jax-privacy`):
