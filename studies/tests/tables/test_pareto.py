@@ -46,7 +46,7 @@ def searched(tmp_path: Path, patch: pytest.MonkeyPatch) -> tuple[list[_pareto.Po
 
 
 def honest(points: list[_pareto.Point], asked: list[dict]) -> bool:
-    """Whether fronts are those of validation accuracies, and the test part was read for them alone, with other seeds."""
+    """Whether fronts are those of validation accuracies, the test part read for them alone and with other seeds."""
     for space, method in PLAN:
         mine = [p for p in points if (p.space, p.method) == (space, method)]
         configs = [json.dumps(p.found.config, sort_keys=True) for p in mine]

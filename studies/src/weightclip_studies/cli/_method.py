@@ -25,7 +25,7 @@ def method(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary instead of text.")] = False,
 ) -> None:
-    """Gaussian against K-norm noise, tightness of the norms, cost of the caps, choice of the defaults, effect of τ, X_0 and C.
+    """Gaussian against K-norm noise, tightness of norms, cost of caps, choice of defaults, effect of τ, X_0 and C.
 
     Example: weightclip-study reproduce method
     """

@@ -127,7 +127,8 @@ def slack(run: Run, objective: Objective, X: np.ndarray, y: np.ndarray) -> list[
     norms = [d.norm(dim=1) * (a.square().sum(1) + s.bias_scale**2).sqrt() for a, d in ((x, d1), (h, d2))]
     free = torch.full((1, 2), np.inf, dtype=torch.float64)
     delta = sensitivities([gain(w)[None, None] for w, _ in weights], [b[None, None] for _, b in weights],
-                          one(objective.bound(s.cap)), one(s.input_radius), one(s.bias_scale), free, free)[0, 0]  # fmt: skip
+                          one(objective.bound(s.cap)), one(s.input_radius), one(s.bias_scale), free,
+                          free)[0, 0]  # fmt: skip
     return [(float(d / n.max()), float(d / n.mean())) for d, n in zip(delta, norms, strict=True)]
 
 

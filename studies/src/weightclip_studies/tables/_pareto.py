@@ -201,10 +201,12 @@ def plot_front(points: Sequence[Point], dataset: str, path: Path) -> Path:
             if read:
                 axis.errorbar([p.found.epsilon for p in read], [float(np.mean(p.test)) for p in read],
                               yerr=[float(np.std(p.test)) for p in read], fmt="o", color=colour, markersize=4.5,
-                              markerfacecolor="white", linewidth=0.9, label=f"{LABELS[method]}: its points on the test part")  # fmt: skip
+                              markerfacecolor="white", linewidth=0.9,
+                              label=f"{LABELS[method]}: its points on the test part")  # fmt: skip
         for method, accuracy in marks:
             axis.plot([paper.epsilon], [accuracy], "*", color=COLOURS[method], markersize=12, markeredgecolor="black",
-                      markeredgewidth=0.6, label=f"printed {'DP-SGD' if method == 'dp-sgd' else 'Lip-DP-SGD'}")  # fmt: skip
+                      markeredgewidth=0.6,
+                      label=f"printed {'DP-SGD' if method == 'dp-sgd' else 'Lip-DP-SGD'}")  # fmt: skip
         axis.set_xscale("log")
         axis.set(xlabel="ε of one run at δ = 1/n (search not paid for)", title=f"{dataset}, {titles[space]}")
         axis.spines[["top", "right"]].set_visible(False)
