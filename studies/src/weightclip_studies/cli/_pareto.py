@@ -55,7 +55,7 @@ def pareto(
             bar.update(task, description=name)
             say = None if as_json else lambda line: bar.console.print(line)
             points = search_front(
-                Store(store), name, **effort, progress=say, advance=lambda count: bar.advance(task, count)
+                Store(store), name, PLAN, **effort, progress=say, advance=lambda count: bar.advance(task, count)
             )
             files.append(write_points(points, name, effort["seeds"], out / f"pareto_{name}.csv"))
             files.append(plot_front(points, name, out / f"pareto_{name}.png"))
