@@ -8,21 +8,24 @@ from typing import Annotated
 
 import typer
 
-PARTS = ("mechanisms", "exponential", "norms", "caps", "defaults")
-_OUT = Path("results/method")
+PARTS = ("mechanisms", "exponential", "norms", "caps", "defaults", "effects")
+_OUT, _STORE = Path("results/method"), Path("runs/effects.sqlite")
 
 
 def method(
     out: Annotated[Path, typer.Option(help="Folder the results are written to.")] = _OUT,
     only: Annotated[
-        str, typer.Option(help="Comma-separated parts: mechanisms, exponential, norms, caps, defaults.")
+        str, typer.Option(help="Comma-separated parts: mechanisms, exponential, norms, caps, defaults, effects.")
     ] = "",
+    store: Annotated[
+        Path, typer.Option(help="Results store (SQLite) of the part `effects`; a killed run continues from it.")
+    ] = _STORE,
     quick: Annotated[
         bool, typer.Option("--quick", help="A short run for a first look; written beside, not over.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary instead of text.")] = False,
 ) -> None:
-    """Gaussian against K-norm noise, tightness of the norms, cost of the caps, choice of the defaults.
+    """Gaussian against K-norm noise, tightness of norms, cost of caps, choice of defaults, effect of τ, X_0 and C.
 
     Example: weightclip-study reproduce method
     """
@@ -49,6 +52,10 @@ def method(
             files += study.norms_study(out, **({"datasets": ("dropout",), "steps": 30, "records": 64} if quick else {}))
         elif part == "caps":
             files += study.caps_study(out, **({"small": True, "repeats": 1, "steps": 5} if quick else {}))
+        elif part == "effects":
+            tiny = {"datasets": ("dropout",), "seeds": 2, "search_seeds": 1, "rates": (1.0,), "values": (0.5, 2.0),
+                    "layers": ((2.0, 1.0),), "only": ("table",)}  # fmt: skip
+            files += study.effects_study(out, store, say=say, **(tiny if quick else {}))  # type: ignore[arg-type]
         else:
             short = {"datasets": ("dropout",), "seeds": 1, "lrs": (0.03,), "epochs": 1, "limit": 1000}
             files += study.defaults_study(out, say=say, **(short if quick else {}))  # type: ignore[arg-type]

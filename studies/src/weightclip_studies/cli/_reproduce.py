@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from weightclip.errors import WeightclipError
-from weightclip_studies.cli import _figure, _images, _method
+from weightclip_studies.cli import _figure, _images, _method, _pareto
 
 app = typer.Typer(no_args_is_help=True, help="Reproduce the paper's tables and figures, with the sound method beside.")
 
@@ -271,3 +271,4 @@ def report(
 _images.register(app)  # images, runtime
 _figure.register(app)
 _method.register(app)
+_pareto.register(app)

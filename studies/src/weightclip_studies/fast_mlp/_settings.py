@@ -54,7 +54,7 @@ class Settings:
         bias_scale: β.
         cap: B, bound of each record's gradient at the raw outputs (Huber's δ for regression).
         temperature: τ of the loss τ·l(z/τ).
-        weight_norm: C, or None: ClipWeights after every step.
+        weight_norm: C, one number or one per layer, or None: ClipWeights after every step.
         fix_lip: Rescale weights *to* norm C instead of below it (Fix-Lip).
         layer_radius: X_k, one number or one per layer.
         cotangent_radius: R_k, one number or one per layer.
@@ -74,7 +74,7 @@ class Settings:
     bias_scale: float = 1.0
     cap: float | None = None
     temperature: float = 1.0
-    weight_norm: float | None = None
+    weight_norm: PerLayer = None
     fix_lip: bool = False
     layer_radius: PerLayer = None
     cotangent_radius: PerLayer = None
@@ -87,10 +87,10 @@ class Settings:
             raise WeightclipError(f"Settings.hidden must hold positive widths, got {self.hidden}.")
         for name in ("batch", "epochs", "lr", "bias_scale", "temperature", "init_scale"):
             _positive(name, getattr(self, name))
-        for name in ("input_radius", "cap", "weight_norm"):
+        for name in ("input_radius", "cap"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        for name in ("layer_radius", "cotangent_radius", "joint_cap"):
+        for name in ("weight_norm", "layer_radius", "cotangent_radius", "joint_cap"):
             value = getattr(self, name)
             for item in value if isinstance(value, tuple) else () if value is None else (value,):
                 _positive(name, item)

@@ -168,12 +168,11 @@ class _Stack:
         self.cap = self.vector(math.inf if s.cap is None else s.cap for s in settings)
         self.beta = self.vector(s.bias_scale for s in settings)
         self.input_radius = self.vector(math.inf if s.input_radius is None else s.input_radius for s in settings)
-        self.weight_norm = self.vector(math.inf if s.weight_norm is None else s.weight_norm for s in settings)
         self.sphere = torch.tensor([s.fix_lip for s in settings], device=self.device)
         self.clips = any(s.weight_norm is not None for s in settings)
-        self.layer_radius, self.cotangent_radius, self.joint_cap = (
+        self.weight_norm, self.layer_radius, self.cotangent_radius, self.joint_cap = (
             self.vector(v for s in settings for v in s.per_layer(name)).view(len(settings), -1)
-            for name in ("layer_radius", "cotangent_radius", "joint_cap")
+            for name in ("weight_norm", "layer_radius", "cotangent_radius", "joint_cap")
         )
         self.limits_input = any(s.layer_radius is not None for s in settings)
         self.limits_cotangent = any(s.cotangent_radius is not None for s in settings)
@@ -229,7 +228,7 @@ class _Stack:
     def clip(self) -> list[Tensor]:
         """ClipWeights; returns certified norms where they are needed."""
         if self.clips:
-            norms = [clip_(w, self.weight_norm, self.sphere) for w, _ in self.params]
+            norms = [clip_(w, self.weight_norm[:, k], self.sphere) for k, (w, _) in enumerate(self.params)]
             return [norm * (1 + max(self.sizes) * 2.0**-50) for norm in norms]
         return [] if self.joint else [gain(w) for w, _ in self.params]
 

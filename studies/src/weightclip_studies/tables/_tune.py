@@ -81,6 +81,7 @@ def tune(
     batch: int = 4,
     seeds: int = 2,
     progress: Callable[[str], None] | None = None,
+    advance: Callable[[int], None] | None = None,
 ) -> list[Trial]:
     """Search accuracy against ε with qLogNEHVI; the same number of trials for every method.
 
@@ -101,6 +102,7 @@ def tune(
         batch: Configurations proposed at once.
         seeds: Seeds of a configuration; accuracy is their mean.
         progress: Called with a line per batch.
+        advance: Called with the number of trials of each batch.
 
     Returns:
         All trials, those on the Pareto front marked.
@@ -127,6 +129,8 @@ def tune(
             done.append(Trial(config, float(np.mean([v["accuracy"] for v in mine])), float(mine[0]["epsilon"])))
         points += [domain.point(config) for config in configs]  # where the values really are, choices rounded
         pending = []
+        if advance is not None:
+            advance(len(configs))
         if progress is not None:
             best = max(t.accuracy for t in done)
             progress(f"{dataset} {method}: {len(done)}/{trials} trials, best accuracy {best:.4f}")
