@@ -20,11 +20,11 @@ from weightclip.engine._card import model_card
 from weightclip.engine._checkpoint_checks import readable
 from weightclip.engine._criterion import PrivateCriterion
 from weightclip.engine._digest import settings_digest
+from weightclip.engine._entrance import InputProjection
 from weightclip.engine._example import call_of
 from weightclip.engine._fused_step import FusedStep
 from weightclip.engine._gate import OutputGate
 from weightclip.engine._install import install, output_shape, refuse_unused, size_up, test_records, uninstall
-from weightclip.engine._projection import InputProjection
 from weightclip.engine._sharded import make_release, refuse_whole_weights
 from weightclip.engine._step import Training
 from weightclip.engine._together import agree_on_run, share_weights

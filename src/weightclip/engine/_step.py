@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from weightclip.certificate import OpenPlan, Plan, WeightClipper
 from weightclip.engine._digest import tensors_digest
+from weightclip.engine._entrance import Entrance, Watch
 from weightclip.engine._example import Call
-from weightclip.engine._gate import Argument, Entrance, OutputGate, Passage
+from weightclip.engine._gate import Argument, OutputGate, Passage, evaluate_closure, refuse_scaler
 from weightclip.engine._sensitivity import Sensitivities
 from weightclip.engine._together import agree_on_step
-from weightclip.engine._watch import Watch, evaluate_closure, refuse_scaler, refuse_stray_gradients
 from weightclip.errors import ContractError
 from weightclip.factors import Collector, Limits, Product
 from weightclip.noise import Entrywise, Quantiles, Release, Streams
@@ -316,7 +316,13 @@ class Training:
 
     def refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
         """A parameter the engine does not noise must bring no gradient into a step."""
-        refuse_stray_gradients(optimizer, self._trained)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._trained and parameter.grad is not None:
+                    raise ContractError(
+                        "the optimizer holds a parameter with a gradient that is not private: freeze it, or make the "
+                        "model private with it."
+                    )
 
     def spend(self, release: Callable[[int], None]) -> None:
         """Charge one release of the present draw, then make it: a second one would be no fresh sample.
