@@ -7,6 +7,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor, autocast, nn
@@ -24,7 +25,6 @@ from weightclip.engine._independence import (
     check_independence,
     refuse_mixing,
 )
-from weightclip.engine._step import Tested
 from weightclip.errors import CertificationError, ContractError
 from weightclip.factors import BOUND, Collector, Entry, Limits, make_layer_plain, make_layer_private
 from weightclip.noise import Quantiles, sum_slack
@@ -32,6 +32,19 @@ from weightclip.sampling import ForwardRandomness
 
 if TYPE_CHECKING:
     from weightclip.engine._step import Training
+
+
+@dataclass(frozen=True)
+class Tested:
+    """What the test of independence has established for records of one public shape, in one choice of modes.
+
+    Attributes:
+        outputs: Which of the tensors that the model returns have a row for each record.
+        shape: Of one record of the first such output.
+    """
+
+    outputs: frozenset[int]
+    shape: tuple[int, ...] = ()
 
 
 def with_room(plan: Plan | OpenPlan, slack: list[float]) -> tuple[list[float], list[float]]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from weightclip.certificate import OpenPlan, Plan, WeightClipper
@@ -33,6 +34,7 @@ from weightclip.sampling import FORWARD, BatchInfo, ForwardRandomness
 
 if TYPE_CHECKING:
     from weightclip.engine._engine import PrivacyEngine
+    from weightclip.engine._install import Tested
 
 _ONE_LOSS = threading.RLock()
 
@@ -45,19 +47,6 @@ class Draw:
     settings: tuple[Any, ...]  # what all its pieces have in common where bounds are certified
     pieces: set[int] = field(default_factory=set)  # those whose loss was taken
     ready: bool = False  # whether the last of them is in the sum
-
-
-@dataclass(frozen=True)
-class Tested:
-    """What the test of independence has established for records of one public shape, in one choice of modes.
-
-    Attributes:
-        outputs: Which of the tensors that the model returns have a row for each record.
-        shape: Of one record of the first such output.
-    """
-
-    outputs: frozenset[int]
-    shape: tuple[int, ...] = ()
 
 
 class Training:
@@ -90,7 +79,9 @@ class Training:
         products: dict[str, Product], entrywise: Entrywise | None, draws: bool,
     ) -> None:  # fmt: skip
         self.engine, self.model, self.call, self.release, self.products = engine, model, call, release, products
-        release.share = lambda released: engine.ranks.spread([released])
+        self.alone = engine.ranks.count == 1 and engine.shards is None  # nobody to agree with, nothing to exchange
+        if not self.alone:
+            release.share = lambda released: engine.ranks.spread([released])
         self.draws = draws  # whether the model draws random numbers
         self.sensitivity = Sensitivities(self, plan, release, entrywise)
         self.clip = WeightClipper(model, plan.bounds, list(plan.layers), self.sensitivity.gains)
@@ -333,7 +324,8 @@ class Training:
         self.draw = self.info = None  # a charge that fails leaves no draw half spent
         if self.engine.shards is not None:
             self.engine.shards.refuse_gradients()
-        agree_on_step(self)
+        if not self.alone or (dist.is_available() and dist.is_initialized()):  # a group that came late is refused there
+            agree_on_step(self)
         release(self.engine.charge())
 
     def _release(self, step: int) -> None:
@@ -342,10 +334,13 @@ class Training:
         Noise that every process made for itself would have to be the same to the last bit: were it not, one sum would
         be out under two noises. It is scaled for the largest sensitivities, should a process have seen other shapes.
         """
-        ranks, release, found = self.engine.ranks, self.release, self.sensitivity
+        if self.alone:
+            self._make_release(self.sensitivity.values, step)
+            return
+        ranks, release = self.engine.ranks, self.release
         counts, limits = ([], []) if self.quantiles is None else (self.quantiles.counts(), self.quantiles.limits())
         with ranks.together("optimizer.step()"):
-            values = found.values
+            values = self.sensitivity.values
             if ranks.count > 1:
                 values = ranks.largest(values)
                 for count in counts:
@@ -356,20 +351,23 @@ class Training:
                 release.release(values, streams, step)
                 self.adapt(streams, step)
             elif ranks.first:
-                streams = self.engine.streams.for_release(step, self.content)
-                factors = found.factors if values is found.values else None
-                release.release(values, streams, step, factors)
-                self.adapt(streams, step)
+                self._make_release(values, step)
             else:
                 release.receive()
                 self.adapt(None, step)
             ranks.spread(limits)
 
+    def _make_release(self, values: Tensor, step: int) -> None:
+        """The whole sum with noise that is scaled for ``values``."""
+        found, streams = self.sensitivity, self.engine.streams.for_release(step, self.content)
+        self.release.release(values, streams, step, found.factors if values is found.values else None)
+        self.adapt(streams, step)
+
     def adapt(self, streams: Streams | None, step: int) -> None:
         """Limits follow the counts of this release, on the first process; the others hear of them."""
         if self.quantiles is None:
             return
-        if streams is not None and self.engine.ranks.first:
+        if streams is not None and (self.alone or self.engine.ranks.first):
             self.quantiles.release(streams, step)
         else:
             self.quantiles.clear()
