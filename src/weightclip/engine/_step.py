@@ -9,6 +9,7 @@ the same sequence in one call, or as a CUDA graph. Charge and release follow eac
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import threading
@@ -26,17 +27,53 @@ from weightclip.engine._entrance import Entrance, Watch
 from weightclip.engine._example import Call
 from weightclip.engine._gate import Argument, OutputGate, Passage, evaluate_closure, refuse_scaler
 from weightclip.engine._sensitivity import Sensitivities
-from weightclip.engine._together import agree_on_step
-from weightclip.errors import ContractError
+from weightclip.engine._together import agree_on_step, release_together
+from weightclip.errors import BudgetSpent, ContractError
 from weightclip.factors import Collector, Limits, Product
 from weightclip.noise import Entrywise, Quantiles, Release, Streams
 from weightclip.sampling import FORWARD, BatchInfo, ForwardRandomness
 
 if TYPE_CHECKING:
+    from weightclip.accounting import Ledger
+    from weightclip.distributed import SharedLedger
     from weightclip.engine._engine import PrivacyEngine
     from weightclip.engine._install import Tested
 
 _ONE_LOSS = threading.RLock()
+
+
+class Spending:
+    """The part of an engine that a step asks: what it has released, and whether it may release more."""
+
+    steps: int
+    budget: int | None
+    _ledger: Ledger | SharedLedger | None
+    _training: Training | None
+
+    @property
+    def training(self) -> Training:
+        """The parts of the run, for those who check it (audits, reports): read them, change nothing."""
+        if self._training is None:
+            raise ContractError("this engine has no model yet: call make_private first.")
+        return self._training
+
+    def steps_left(self) -> int | None:
+        """Releases that the budget still allows; None without one."""
+        return None if self.budget is None else max(0, self.budget - self.steps)
+
+    def refuse_overspending(self) -> None:
+        """Raise where the budget allows no further release."""
+        if self.steps_left() == 0:
+            raise BudgetSpent("the privacy budget is spent: no further step may be released.")
+
+    def charge(self) -> int:
+        """Count one release, before it is made; its number.
+
+        With a ledger the count is on the disk when this returns; its number is one no run on the ledger ever had.
+        """
+        step = self.steps if self._ledger is None else self._ledger.charge(self.steps_left())
+        self.steps = step + 1
+        return step
 
 
 @dataclass(eq=False)
@@ -302,7 +339,7 @@ class Training:
             for parameter in self.release.parameters:
                 parameter.grad = None
         else:
-            self.spend(self._release)
+            self.spend(self.make_release if self.alone else functools.partial(release_together, self))
         return evaluated
 
     def refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
@@ -328,48 +365,18 @@ class Training:
             agree_on_step(self)
         release(self.engine.charge())
 
-    def _release(self, step: int) -> None:
-        """Sums of all processes, then noise: made once, by the first, whose release all of them get.
-
-        Noise that every process made for itself would have to be the same to the last bit: were it not, one sum would
-        be out under two noises. It is scaled for the largest sensitivities, should a process have seen other shapes.
-        """
-        if self.alone:
-            self._make_release(self.sensitivity.values, step)
-            return
-        ranks, release = self.engine.ranks, self.release
-        counts, limits = ([], []) if self.quantiles is None else (self.quantiles.counts(), self.quantiles.limits())
-        with ranks.together("optimizer.step()"):
-            values = self.sensitivity.values
-            if ranks.count > 1:
-                values = ranks.largest(values)
-                for count in counts:
-                    ranks.sum_to_first(count)
-                release.exchange(ranks.sum_to_first)
-            if self.engine.shards is not None:
-                streams = self.engine.streams.for_release(step, self.content).of_first(ranks.tell)
-                release.release(values, streams, step)
-                self.adapt(streams, step)
-            elif ranks.first:
-                self._make_release(values, step)
-            else:
-                release.receive()
-                self.adapt(None, step)
-            ranks.spread(limits)
-
-    def _make_release(self, values: Tensor, step: int) -> None:
-        """The whole sum with noise that is scaled for ``values``."""
+    def make_release(self, step: int, largest: Tensor | None = None) -> None:
+        """The whole sum with its noise, scaled for the ``largest`` sensitivities where several processes have some."""
         found, streams = self.sensitivity, self.engine.streams.for_release(step, self.content)
-        self.release.release(values, streams, step, found.factors if values is found.values else None)
+        values, factors = (found.values, found.factors) if largest is None else (largest, None)
+        self.release.release(values, streams, step, factors)
         self.adapt(streams, step)
 
     def adapt(self, streams: Streams | None, step: int) -> None:
         """Limits follow the counts of this release, on the first process; the others hear of them."""
-        if self.quantiles is None:
-            return
-        if streams is not None and (self.alone or self.engine.ranks.first):
+        if self.quantiles is not None and streams is not None and (self.alone or self.engine.ranks.first):
             self.quantiles.release(streams, step)
-        else:
+        elif self.quantiles is not None:
             self.quantiles.clear()
 
     def mask_key(self, call: int) -> bytes:

@@ -1,4 +1,7 @@
-"""What the processes of a run compare, before its first step and before every release (SOUNDNESS Theorem 32)."""
+"""What the processes of a run compare, before its first step and before every release, and how they make one.
+
+SOUNDNESS Theorem 32 proves it.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +80,33 @@ def agree_on_step(training: Training) -> None:
             "the order of sums": training.release.order,
         }
     )
+
+
+def release_together(t: Training, step: int) -> None:
+    """Sums of all processes, then noise: made once, by the first, whose release all of them get.
+
+    Noise that every process made for itself would have to be the same to the last bit: were it not, one sum would
+    be out under two noises. It is scaled for the largest sensitivities, should a process have seen other shapes.
+    """
+    ranks, release = t.engine.ranks, t.release
+    counts, limits = ([], []) if t.quantiles is None else (t.quantiles.counts(), t.quantiles.limits())
+    with ranks.together("optimizer.step()"):
+        values = t.sensitivity.values
+        if ranks.count > 1:
+            values = ranks.largest(values)
+            for count in counts:
+                ranks.sum_to_first(count)
+            release.exchange(ranks.sum_to_first)
+        if t.engine.shards is not None:
+            streams = t.engine.streams.for_release(step, t.content).of_first(ranks.tell)
+            release.release(values, streams, step)
+            t.adapt(streams, step)
+        elif ranks.first:
+            t.make_release(step, values)
+        else:
+            release.receive()
+            t.adapt(None, step)
+        ranks.spread(limits)
 
 
 @torch.no_grad()
