@@ -25,9 +25,8 @@ from weightclip.engine._example import call_of
 from weightclip.engine._fused_step import FusedStep
 from weightclip.engine._gate import OutputGate
 from weightclip.engine._install import install, output_shape, refuse_unused, size_up, test_records, uninstall
-from weightclip.engine._sharded import make_release, refuse_whole_weights
 from weightclip.engine._step import Spending, Training
-from weightclip.engine._together import agree_on_run, share_weights
+from weightclip.engine._together import agree_on_run, make_release, refuse_whole_weights, share_weights
 from weightclip.engine._validate import (
     check_accounting,
     check_grid,

@@ -339,7 +339,7 @@ class Training:
             for parameter in self.release.parameters:
                 parameter.grad = None
         else:
-            self.spend(self.make_release if self.alone else functools.partial(release_together, self))
+            self.spend(self.release_sum if self.alone else functools.partial(release_together, self))
         return evaluated
 
     def refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
@@ -365,7 +365,7 @@ class Training:
             agree_on_step(self)
         release(self.engine.charge())
 
-    def make_release(self, step: int, largest: Tensor | None = None) -> None:
+    def release_sum(self, step: int, largest: Tensor | None = None) -> None:
         """The whole sum with its noise, scaled for the ``largest`` sensitivities where several processes have some."""
         found, streams = self.sensitivity, self.engine.streams.for_release(step, self.content)
         values, factors = (found.values, found.factors) if largest is None else (largest, None)

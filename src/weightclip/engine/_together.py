@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from weightclip.distributed import Ranks
+from weightclip.certificate import Bounds, OpenPlan, Plan
+from weightclip.distributed import Ranks, Shards
 from weightclip.engine._checkpoint import feed
 from weightclip.engine._digest import settings_digest, tensors_digest
+from weightclip.errors import ContractError
+from weightclip.noise import Release, ShardedRelease
 from weightclip.sampling import KeyedRecords, Wanted
 
 if TYPE_CHECKING:
@@ -24,6 +27,25 @@ if TYPE_CHECKING:
     from weightclip.engine._step import Training
 
 _LOOKED_AT = 256  # records of the data set that ranks compare
+
+
+def refuse_whole_weights(shards: Shards | None, bounds: Bounds, is_open: bool) -> None:
+    """Certified norms and ClipWeights look at whole weights, which no rank has at rest."""
+    if shards is not None and (not is_open or bounds.weight_norm is not None):
+        raise ContractError(
+            "bounds from weights (weight_norm, input_radius, limit=Certified(), mechanism) need whole weights, which "
+            "fully_shard deals out: use Bounds() (the default), layer_cap, or layer_radius with cotangent_radius."
+        )
+
+
+def make_release(shards: Shards | None, plan: Plan | OpenPlan, *args: Any, **named: Any) -> Release:
+    """The release of a model that is whole on every rank, or of one whose rows have owners."""
+    if shards is None:
+        return Release(plan, *args, **named)
+    shards.rest()
+    release = ShardedRelease(plan, *args, owned=shards.of, everywhere=shards.everywhere, **named)
+    release.leaves = [shards.twins[id(p)] for p in release.parameters]
+    return release
 
 
 @torch.no_grad()
@@ -102,7 +124,7 @@ def release_together(t: Training, step: int) -> None:
             release.release(values, streams, step)
             t.adapt(streams, step)
         elif ranks.first:
-            t.make_release(step, values)
+            t.release_sum(step, values)
         else:
             release.receive()
             t.adapt(None, step)
