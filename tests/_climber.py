@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from weightclip.bounds import Numerics
 from weightclip.certificate import build_plan
-from weightclip.engine._projection import InputProjection
+from weightclip.engine._entrance import InputProjection
 from weightclip.factors import Collector, Entry, make_layer_private
 from weightclip.losses import BCEWithLogits, Cosine, CrossEntropy, MultiMargin
 

@@ -15,9 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
-from weightclip.engine._gate import OutputGate
-from weightclip.engine._projection import InputProjection, project_records
-from weightclip.engine._views import ViewLayout, keeps_records
+from weightclip.engine._entrance import InputProjection, project_records
+from weightclip.engine._gate import OutputGate, ViewLayout, keeps_records
 from weightclip.errors import ContractError
 
 

@@ -58,7 +58,7 @@ def test_every_strategy_is_drawn():
 def test_private_copies_are_what_the_engine_installs():
     """The same classes, limits and hooks as a model made private by the engine itself."""
     import weightclip as wc
-    from weightclip.engine._projection import InputProjection
+    from weightclip.engine._entrance import InputProjection
     from weightclip.factors import is_private
 
     case = SIMPLE["radii"]

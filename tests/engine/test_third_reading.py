@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import weightclip as wc
 from weightclip.engine import _independence
-from weightclip.engine._gate import Entrance, OutputGate
-from weightclip.engine._watch import Watch
+from weightclip.engine._entrance import Entrance, Watch
+from weightclip.engine._gate import OutputGate
 
 CAP = 0.1
 Step = Callable[[Run, Any], None]

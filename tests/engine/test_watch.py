@@ -185,7 +185,7 @@ def test_nothing_is_tested_twice_without_need(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_mutant_that_trusts_later_hooks_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightclip.engine._watch import Watch
+    from weightclip.engine._entrance import Watch
 
     monkeypatch.setattr(Watch, "changed", lambda self: False)
     for bounds in BOUNDS:

@@ -30,8 +30,8 @@ import weightclip.certificate._gains as gains
 import weightclip.certificate._plan as certificate
 import weightclip.engine._checkpoint as checkpoint
 import weightclip.engine._engine as engine
+import weightclip.engine._entrance as projection
 import weightclip.engine._install as install
-import weightclip.engine._projection as projection
 import weightclip.engine._step as loop
 import weightclip.losses as losses
 import weightclip.sampling._loader as sampling

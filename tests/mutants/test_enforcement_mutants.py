@@ -14,9 +14,9 @@ from tests.mutants.kit import Mutants
 
 import weightclip as wc
 from weightclip.engine import _install as install
-from weightclip.engine._gate import Entrance, _Wall
+from weightclip.engine._entrance import BufferGuard, Entrance
+from weightclip.engine._gate import _Wall
 from weightclip.engine._step import Training
-from weightclip.engine._watch import BufferGuard
 from weightclip.factors import Collector, Limits, _apply, _collect, _collector, _layers, _limits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*attribute", "ignore:.*should not be instantiated")

@@ -12,10 +12,9 @@ from torch import Tensor
 
 import weightclip as wc
 from weightclip.engine import _checkpoint
-from weightclip.engine._projection import InputProjection
+from weightclip.engine._entrance import InputProjection, Watch
 from weightclip.engine._sensitivity import Sensitivities
 from weightclip.engine._step import Training
-from weightclip.engine._watch import Watch
 from weightclip.noise._release import Release
 from weightclip.noise._streams import Streams
 from weightclip.sampling._loader import PoissonLoader

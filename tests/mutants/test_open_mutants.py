@@ -37,7 +37,7 @@ def double_precision_decides_about_everything(patch: Patch) -> None:
 @mutant(sequences.test_a_length_at_which_records_mix_is_refused_when_it_comes)
 def later_shapes_are_not_tested(patch: Patch) -> None:
     patch.setattr(Training, "_test", lambda self, passage, ends: False)
-    patch.setattr(_install, "_prepare", lambda owner, module, args, kwargs: next(iter(owner().tested)))
+    patch.setattr(_install, "prepare", lambda owner, module, args, kwargs: next(iter(owner().tested)))
 
 
 @mutant(lambda: sequences.test_copies_that_mix_or_change_records_are_refused(sequences.turned))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from weightclip.engine._sharded import unsharded_text, whole_state
+from weightclip.distributed import Rows, Shards
 
 if TYPE_CHECKING:
     from weightclip.engine._engine import PrivacyEngine
@@ -86,7 +86,22 @@ def settings_digest(engine: PrivacyEngine) -> bytes:
         engine.views, release.grid, engine.bounds, engine.criterion.loss, release.allocation, release.knorm,
         engine.adjacency, engine.accountant, engine.budget, *([] if release.exact is None else ["exact sums"]),
     ]  # fmt: skip
-    words = [*map(repr, texts), unsharded_text(model)]
+    words = [*map(repr, texts), _unsharded_text(model)]
     plain = json.dumps([re.sub(r" at 0x[0-9a-f]+", "", text) for text in words])
-    state = (t for _, t in whole_state(engine.shards, model))
+    state = (t for _, t in _whole_state(engine.shards, model))
     return hashlib.sha256(plain.encode() + tensors_digest(state, b"settings")).digest()
+
+
+def _whole_state(shards: Shards | None, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name, in their order, each as a whole; all ranks ask together."""
+    for name, t in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
+        if shards is not None and id(t) in shards.twins:
+            rows = Rows(shards.ranks, t)
+            yield name, rows.whole(rows.mine())
+        else:
+            yield name, t
+
+
+def _unsharded_text(model: nn.Module) -> str:
+    """The model in words, the same whether it is sharded or not."""
+    return re.sub(r"\bFSDP(?=\w+\()", "", repr(model))

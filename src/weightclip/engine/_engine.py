@@ -20,14 +20,13 @@ from weightclip.engine._card import model_card
 from weightclip.engine._checkpoint_checks import readable
 from weightclip.engine._criterion import PrivateCriterion
 from weightclip.engine._digest import settings_digest
+from weightclip.engine._entrance import InputProjection
 from weightclip.engine._example import call_of
 from weightclip.engine._fused_step import FusedStep
 from weightclip.engine._gate import OutputGate
 from weightclip.engine._install import install, output_shape, refuse_unused, size_up, test_records, uninstall
-from weightclip.engine._projection import InputProjection
-from weightclip.engine._sharded import make_release, refuse_whole_weights
-from weightclip.engine._step import Training
-from weightclip.engine._together import agree_on_run, share_weights
+from weightclip.engine._step import Spending, Training
+from weightclip.engine._together import agree_on_run, make_release, refuse_whole_weights, share_weights
 from weightclip.engine._validate import (
     check_accounting,
     check_grid,
@@ -38,13 +37,13 @@ from weightclip.engine._validate import (
     check_scale,
     check_views,
 )
-from weightclip.errors import BudgetSpent, ContractError, WeightclipError
+from weightclip.errors import ContractError, WeightclipError
 from weightclip.losses import recognise
 from weightclip.noise import Allocation, Entrywise, Equal, GridSums, KNorm, Streams, calibrate_epsilon0
 from weightclip.sampling import TAIL, PoissonLoader, Share, model_draws
 
 
-class PrivacyEngine:
+class PrivacyEngine(Spending):
     """Trains a model with differential privacy, at the speed and memory of ordinary training.
 
     Args:
@@ -273,13 +272,6 @@ class PrivacyEngine:
         return self.model
 
     @property
-    def training(self) -> Training:
-        """The parts of the run, for those who check it (audits, reports): read them, change nothing."""
-        if self._training is None:
-            raise ContractError("this engine has no model yet: call make_private first.")
-        return self._training
-
-    @property
     def plan(self) -> Plan | OpenPlan:
         """The layers and what limits them."""
         return self.training.plan
@@ -290,24 +282,6 @@ class PrivacyEngine:
         return self._ledger
 
     # -- what was spent ---------------------------------------------------------------------------------------------
-
-    def steps_left(self) -> int | None:
-        """Releases that the budget still allows; None without one."""
-        return None if self.budget is None else max(0, self.budget - self.steps)
-
-    def refuse_overspending(self) -> None:
-        """Raise where the budget allows no further release."""
-        if self.steps_left() == 0:
-            raise BudgetSpent("the privacy budget is spent: no further step may be released.")
-
-    def charge(self) -> int:
-        """Count one release, before it is made; its number.
-
-        With a ledger the count is on the disk when this returns; its number is one no run on the ledger ever had.
-        """
-        step = self.steps if self._ledger is None else self._ledger.charge(self.steps_left())
-        self.steps = step + 1
-        return step
 
     def mechanisms(self) -> list[Mechanism]:
         """What was released so far, as the accountant sees it; with a ledger, by all its runs."""

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from weightclip._torch import leaves_of, map_tensors, tensors_of
+from weightclip._torch import map_tensors, tensors_of
 from weightclip.errors import WeightclipError
 
 LABELS = ("label", "labels", "target", "targets", "y")
-Signature = tuple[Any, ...]
 Draw = Callable[..., Tensor]  # (shape, generator=) -> random numbers
 
 
@@ -79,19 +78,6 @@ class Call:
     def __call__(self, model: nn.Module) -> Any:
         """The model's output."""
         return model(*self.args, **self.kwargs)
-
-
-def signature(args: Any, kwargs: Any) -> Signature:
-    """What is public of a call: names, shapes of one record, types, and arguments that choose a way (True, a word)."""
-    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # the usual case
-        return ((0, 0), args[0].shape[1:], args[0].dtype)
-    found: list[Any] = []
-    for path, leaf in leaves_of((args, kwargs)):
-        if isinstance(leaf, Tensor):
-            found += [path, leaf.shape[1:], leaf.dtype]
-        elif leaf is None or isinstance(leaf, (bool, str)):
-            found += [path, leaf]
-    return tuple(found)
 
 
 def call_of(model: nn.Module, loader: DataLoader, example: Any, device: torch.device) -> Call:

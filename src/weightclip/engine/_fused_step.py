@@ -78,7 +78,7 @@ class FusedStep:
         # a graph would draw a model's masks from a generator whose seed the user knows, and a seeded run's noise is
         # keyed by the sum, which is not there before the launch
         drawn_before = engine.noise_multiplier == 0 or not engine.streams.needs_content
-        alone = engine.ranks.count == 1 and engine.shards is None and t.release.exact is None
+        alone = t.alone and t.release.exact is None
         self.on = engine.device.type == "cuda" and plain and alone and drawn_before and not t.draws
         self._runs: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, _Recorded] = {}

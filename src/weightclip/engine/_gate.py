@@ -1,5 +1,7 @@
 """Where a private model ends: what it returns is cut off from it, and gradients come in through the private loss alone.
 
+An optimiser that computes them again, or skips steps by them, is refused here as well.
+
 Which promise needs it: record independence (SOUNDNESS section 7, i) is tested for the model and for the loss; between
 them nothing may mix records. Sizes of gradients need no guard here: those are limited at the product.
 """
@@ -7,7 +9,6 @@ them nothing may mix records. Sizes of gradients need no guard here: those are l
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from weightclip._torch import data_parallel_active, map_tensors, same_memory, tensors_of, version_of
-from weightclip.engine._example import Call, Signature, signature
-from weightclip.engine._views import ViewLayout, copies_records, keeps_records, pulled_back
+from weightclip.engine._entrance import Entrance, Signature
 from weightclip.errors import ContractError
 from weightclip.factors import Eager, is_plain
 
@@ -31,110 +31,6 @@ _COPIES = ("Clone", "ToCopy")  # contiguous(), float()
 _ENDS = {"_WallBackward", "CompiledFunctionBackward", "_StashBackward"} | {
     f"Eager{kind}FunctionBackward" for kind in ("Dense", "Conv", "Affine", "Embedding")
 }
-
-
-class Entrance:
-    """Forward pre-hook of the model: notes the public shape of a pass under gradients, before it runs.
-
-    Which promise needs it: rows of a product are records as the test of independence has seen it (condition b), and
-    rounding is allowed for, at the shapes that were tested; integers where floats were declared would pass a projection
-    unseen. Passes of other shapes are tested before their loss is admitted (``tested`` knows a signature), or refused
-    where a certificate was made for one shape. An input that the model's own layers made outside of it is refused:
-    gradients would reach these layers by a way that was not tested (assumption i).
-    """
-
-    _weightclip = True
-
-    def __init__(self, call: Call, fixed: bool, anchor: Tensor | None = None) -> None:
-        self.anchor = anchor
-        self.look: Callable[[], None] | None = None  # at the model that is called, where nothing else does
-        self.first = signature(call.args, call.kwargs)
-        self.fixed = fixed
-        self.last: Signature = self.first
-        self.calls: dict[Signature, Call] = {self.first: call.zeros()}  # one call of each signature, for the test
-        self._floating = self._kinds(self.first)
-
-    @staticmethod
-    def _kinds(found: Signature) -> dict[Any, bool]:
-        """Which inputs are floating-point."""
-        paths = [i for i, part in enumerate(found) if isinstance(part, torch.dtype)]
-        return {found[i - 2]: found[i].is_floating_point for i in paths}
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if is_plain() or not torch.is_grad_enabled():
-            return
-        if not torch.compiler.is_compiling():
-            self._refuse_graphs(tensors_of((args, kwargs)))
-        self.last = found = signature(args, kwargs)
-        if found != self.first and found not in self.calls:
-            self._meet(found, args, kwargs)
-        if self.look is not None and not torch.compiler.is_compiling():
-            self.look()
-
-    def _refuse_graphs(self, inputs: list[Tensor]) -> None:
-        """What the model's own layers computed outside its forward pass was never tested for independence."""
-        todo, seen = [t.grad_fn for t in inputs if t.grad_fn is not None], set[Any]()
-        while todo:
-            node = todo.pop()
-            if getattr(node, "variable", None) is self.anchor:
-                raise ContractError(
-                    "an input of the private model was computed by its own layers, outside its forward pass, where "
-                    "nothing tests that records stay apart: do that inside the model's forward, or detach() the input."
-                )
-            new = [after for after, _ in node.next_functions if after is not None and after not in seen]
-            seen.update(new)
-            todo += new
-
-    def call(self, found: Signature) -> Call:
-        """A call of this signature, without its values."""
-        if found not in self.calls:
-            if len(found) != 3:
-                raise ContractError(
-                    "a compiled model got inputs of a new shape: pass make_private an example= of it, or call the "
-                    "model uncompiled once."
-                )
-            _, shape, dtype = found
-            like = self.calls[self.first].tensors[0]
-            self.calls[found] = Call((torch.zeros((2, *shape), dtype=dtype, device=like.device),), {})
-        return self.calls[found]
-
-    def _meet(self, found: Signature, args: Any, kwargs: Any) -> None:
-        """A shape that was not seen before."""
-        kinds = self._kinds(found)
-        if any(kinds.get(path, kind) != kind for path, kind in self._floating.items()):
-            raise ContractError(
-                "the model got integers where make_private saw floating-point records (or the other way round): "
-                "convert the records (x.float()), or give make_private an example= of this type."
-            )
-        if self.fixed and _shapes(found) != _shapes(self.first):
-            raise ContractError(
-                f"the model got records of shape {_shapes(found)} but is certified for {_shapes(self.first)}: bounds "
-                "grow with the size of the input. Pass records of the certified shape, or give make_private an "
-                "example= of this one."
-            )
-        if not torch.compiler.is_compiling():
-            self.calls[found] = Call(args, kwargs).zeros()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _open_door  # copies and saved models leave the engine behind
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _left_behind, ()
-
-
-def _open_door(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """What is left of an entrance in a copy of the model."""
-
-
-_open_door._weightclip = True  # type: ignore[attr-defined]
-
-
-def _left_behind() -> Any:
-    return _open_door
-
-
-def _shapes(found: Signature) -> list[tuple[int, ...]]:
-    return [tuple(part) for part in found if isinstance(part, torch.Size)]
 
 
 @dataclass
@@ -355,3 +251,98 @@ class OutputGate:
 _MIXED = (
     "the loss got a view of shape {} that mixes or repeats records of the model's output: keep records on dimension 0."
 )
+
+
+def evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A closure runs once, here, before anything is released; the optimiser gets its value in place of it.
+
+    An optimiser that called it again would recompute gradients without noise.
+    """
+    closures = [f for f in (*args[1:], *kwargs.values()) if callable(f)]
+    if not closures:
+        return None
+    with torch.enable_grad():
+        value = closures[0]()
+
+    def known(given: Any) -> Any:
+        return (lambda: value) if given is closures[0] else given
+
+    return (args[0], *map(known, args[1:])), {name: known(given) for name, given in kwargs.items()}
+
+
+def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """A gradient scaler skips steps by the data."""
+    scaler = [name for name in ("grad_scale", "found_inf") if getattr(optimizer, name, None) is not None]
+    for name in scaler:
+        delattr(optimizer, name)
+    if scaler:
+        raise ContractError("GradScaler skips steps depending on the data: use bfloat16 autocast without a scaler.")
+
+
+def pulled_back(value: Tensor, edge: GradientEdge, gradient: Tensor) -> Tensor:
+    """A gradient through the copies and views between an argument of the loss and the wall."""
+    (found,) = torch.autograd.grad(value, [edge], gradient.to(value.dtype), retain_graph=True)  # type: ignore[list-item]
+    return found
+
+
+@dataclass(frozen=True)
+class ViewLayout:
+    """Where a tensor's entries lie in its storage."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> ViewLayout:
+        """The layout of ``tensor``."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+    def grouped(self, fold: int) -> ViewLayout:
+        """With ``fold`` rows of each record on a dimension of their own."""
+        (n, *shape), (step, *stride) = self.shape, self.stride
+        return ViewLayout((n // fold, fold, *shape), (step * fold, step, *stride), self.offset)
+
+    def places(self) -> Tensor:
+        """Storage places of the first record's entries, sorted."""
+        place = torch.full((1,) * (len(self.shape) - 1), self.offset)
+        for axis, (size, step) in enumerate(zip(self.shape[1:], self.stride[1:], strict=True)):
+            steps = step * torch.arange(size)
+            place = place + steps.view(-1, *(1,) * (len(self.shape) - 2 - axis))
+        return place.flatten().sort().values
+
+
+def keeps_records(view: ViewLayout, output: ViewLayout) -> bool:
+    """Whether row i of ``view`` consists of entries of row i of ``output``, each at most once."""
+    if view == output:
+        return True
+    if not view.shape or view.shape[0] != output.shape[0]:
+        return False
+    if view.shape[0] > 1 and view.stride[0] != output.stride[0]:
+        return False
+    mine, theirs = view.places(), output.places()
+    return bool((mine.diff() > 0).all()) and bool(torch.isin(mine, theirs).all())
+
+
+def copies_records(value: Tensor, edge: GradientEdge, fold: int) -> bool:
+    """The same through copies, by what gradients become: ones, and the digits of each row's record number.
+
+    Digits, because half precision on the way holds no larger number: 128 is exact in all types.
+    """
+    ones = pulled_back(value, edge, torch.ones_like(value)).double()
+    if not bool(((ones == 0) | (ones == 1)).all()):
+        return False
+    record = torch.arange(value.shape[0], device=value.device).div(fold, rounding_mode="floor")
+    mine = torch.arange(ones.shape[0], device=value.device)
+    while True:
+        given, kept = (_on_rows(1.0 + i % 128, t) for i, t in ((record, value), (mine, ones)))
+        if not bool((pulled_back(value, edge, given).double() == ones * kept).all()):
+            return False
+        record, mine = record // 128, mine // 128
+        if not bool(mine.any()):
+            return True
+
+
+def _on_rows(numbers: Tensor, like: Tensor) -> Tensor:
+    """One number for each row."""
+    return numbers.view(-1, *(1,) * (like.dim() - 1)).expand_as(like)

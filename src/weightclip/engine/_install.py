@@ -7,15 +7,16 @@ import functools
 import math
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, autocast, nn
 
 from weightclip._torch import forward_hooks
 from weightclip.certificate import Adaptive, OpenPlan, Plan
-from weightclip.engine._example import Call, Signature
-from weightclip.engine._example import signature as signature_of
-from weightclip.engine._gate import Entrance, OutputGate
+from weightclip.engine._entrance import BufferGuard, Entrance, InputProjection, Signature, look, prepare
+from weightclip.engine._example import Call
+from weightclip.engine._gate import OutputGate
 from weightclip.engine._independence import (
     Facts,
     MixesRecords,
@@ -24,9 +25,6 @@ from weightclip.engine._independence import (
     check_independence,
     refuse_mixing,
 )
-from weightclip.engine._projection import InputProjection
-from weightclip.engine._step import Tested
-from weightclip.engine._watch import BufferGuard, in_double, in_modes
 from weightclip.errors import CertificationError, ContractError
 from weightclip.factors import BOUND, Collector, Entry, Limits, make_layer_plain, make_layer_private
 from weightclip.noise import Quantiles, sum_slack
@@ -34,6 +32,19 @@ from weightclip.sampling import ForwardRandomness
 
 if TYPE_CHECKING:
     from weightclip.engine._step import Training
+
+
+@dataclass(frozen=True)
+class Tested:
+    """What the test of independence has established for records of one public shape, in one choice of modes.
+
+    Attributes:
+        outputs: Which of the tensors that the model returns have a row for each record.
+        shape: Of one record of the first such output.
+    """
+
+    outputs: frozenset[int]
+    shape: tuple[int, ...] = ()
 
 
 def with_room(plan: Plan | OpenPlan, slack: list[float]) -> tuple[list[float], list[float]]:
@@ -76,7 +87,7 @@ def install(t: Training) -> None:
             t.engine.shards.introduce(layers)
     t.entrance = Entrance(t.call, t.plan.graph is not None, t.collector.anchor)
     if t.plan.graph is not None:
-        t.entrance.look = functools.partial(_look, weakref.ref(t))
+        t.entrance.look = functools.partial(look, weakref.ref(t))
     t.gate = OutputGate(t, device, t.entrance)
     t.randomness = ForwardRandomness(device, t.mask_key, t.draws)
     before, after = t.randomness.hooks()
@@ -84,7 +95,7 @@ def install(t: Training) -> None:
     behind, is_open, passes = bool(forward_hooks(t.model)), t.plan.graph is None, t.collector.passes
     first = [lambda: t.model.register_forward_pre_hook(before, prepend=behind)]
     if is_open:
-        passes.prepare = functools.partial(_prepare, weakref.ref(t))
+        passes.prepare = functools.partial(prepare, weakref.ref(t))
         first.insert(0, lambda: passes.watch(t.model, moved=behind))
     t.handles = [register() for register in (reversed(first) if behind else first)]
     projections = {"": math.inf, **bounds.projections()}
@@ -109,30 +120,6 @@ def install(t: Training) -> None:
     t.amp_before = optimizer.__dict__.get("_step_supports_amp_scaling")
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a GradScaler reaches us
     t.watch.changed()  # from here on
-
-
-def _look(owner: weakref.ref[Training]) -> None:
-    """Before a pass of a traced model: if its hooks or forwards have changed it is tested anew, as it is now."""
-    t = owner()
-    if t is not None and t.forget_other_code():
-        key = t.entrance.last, t.watch.modes()
-        t.tested[key], t.grown = t.test(*key), True
-
-
-def _prepare(owner: weakref.ref[Training], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Before a pass under gradients: records of its public shape must have passed the test; its signature.
-
-    The forward pass itself goes by what the test has found: whose rows are whose, and what every record has a copy of.
-    """
-    t = owner()
-    if t is None:
-        return None
-    t.forget_other_code()
-    key = signature_of(args, kwargs), t.watch.modes()
-    if key not in t.tested:
-        t.entrance(module, args, kwargs)
-        t.tested[key], t.grown = t.test(*key), True
-    return key
 
 
 def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], size: int = 1) -> Tested | None:
@@ -218,6 +205,34 @@ def _checked(probe: Probe, call: Call, size: int, rowwise: bool) -> Facts | None
         if facts is None:  # it does not run in double precision
             raise
         return facts
+
+
+@contextlib.contextmanager
+def in_modes(model: nn.Module, modes: tuple[bool, ...]) -> Iterator[None]:
+    """Every module in the mode it had in some pass (:meth:`Watch.modes`)."""
+    modules = list(model.modules())
+    before = [module.training for module in modules]
+    try:
+        for module, training in zip(modules, modes, strict=True):
+            module.training = training
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.training = training
+
+
+@contextlib.contextmanager
+def in_double(model: nn.Module) -> Iterator[None]:
+    """The model in double precision, the same parameters and buffers; their memory is theirs again afterwards."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    before = [t.data for t in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.double()
+        yield
+    finally:
+        for tensor, data in zip(tensors, before, strict=True):
+            tensor.data = data
 
 
 def refuse_unused(t: Training) -> None:

@@ -9,6 +9,7 @@ the same sequence in one call, or as a CUDA graph. Charge and release follow eac
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import threading
@@ -17,24 +18,62 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from weightclip.certificate import OpenPlan, Plan, WeightClipper
 from weightclip.engine._digest import tensors_digest
+from weightclip.engine._entrance import Entrance, Watch
 from weightclip.engine._example import Call
-from weightclip.engine._gate import Argument, Entrance, OutputGate, Passage
+from weightclip.engine._gate import Argument, OutputGate, Passage, evaluate_closure, refuse_scaler
 from weightclip.engine._sensitivity import Sensitivities
-from weightclip.engine._together import agree_on_step
-from weightclip.engine._watch import Watch, evaluate_closure, refuse_scaler, refuse_stray_gradients
-from weightclip.errors import ContractError
+from weightclip.engine._together import agree_on_step, release_together
+from weightclip.errors import BudgetSpent, ContractError
 from weightclip.factors import Collector, Limits, Product
 from weightclip.noise import Entrywise, Quantiles, Release, Streams
 from weightclip.sampling import FORWARD, BatchInfo, ForwardRandomness
 
 if TYPE_CHECKING:
+    from weightclip.accounting import Ledger
+    from weightclip.distributed import SharedLedger
     from weightclip.engine._engine import PrivacyEngine
+    from weightclip.engine._install import Tested
 
 _ONE_LOSS = threading.RLock()
+
+
+class Spending:
+    """The part of an engine that a step asks: what it has released, and whether it may release more."""
+
+    steps: int
+    budget: int | None
+    _ledger: Ledger | SharedLedger | None
+    _training: Training | None
+
+    @property
+    def training(self) -> Training:
+        """The parts of the run, for those who check it (audits, reports): read them, change nothing."""
+        if self._training is None:
+            raise ContractError("this engine has no model yet: call make_private first.")
+        return self._training
+
+    def steps_left(self) -> int | None:
+        """Releases that the budget still allows; None without one."""
+        return None if self.budget is None else max(0, self.budget - self.steps)
+
+    def refuse_overspending(self) -> None:
+        """Raise where the budget allows no further release."""
+        if self.steps_left() == 0:
+            raise BudgetSpent("the privacy budget is spent: no further step may be released.")
+
+    def charge(self) -> int:
+        """Count one release, before it is made; its number.
+
+        With a ledger the count is on the disk when this returns; its number is one no run on the ledger ever had.
+        """
+        step = self.steps if self._ledger is None else self._ledger.charge(self.steps_left())
+        self.steps = step + 1
+        return step
 
 
 @dataclass(eq=False)
@@ -45,19 +84,6 @@ class Draw:
     settings: tuple[Any, ...]  # what all its pieces have in common where bounds are certified
     pieces: set[int] = field(default_factory=set)  # those whose loss was taken
     ready: bool = False  # whether the last of them is in the sum
-
-
-@dataclass(frozen=True)
-class Tested:
-    """What the test of independence has established for records of one public shape, in one choice of modes.
-
-    Attributes:
-        outputs: Which of the tensors that the model returns have a row for each record.
-        shape: Of one record of the first such output.
-    """
-
-    outputs: frozenset[int]
-    shape: tuple[int, ...] = ()
 
 
 class Training:
@@ -90,7 +116,9 @@ class Training:
         products: dict[str, Product], entrywise: Entrywise | None, draws: bool,
     ) -> None:  # fmt: skip
         self.engine, self.model, self.call, self.release, self.products = engine, model, call, release, products
-        release.share = lambda released: engine.ranks.spread([released])
+        self.alone = engine.ranks.count == 1 and engine.shards is None  # nobody to agree with, nothing to exchange
+        if not self.alone:
+            release.share = lambda released: engine.ranks.spread([released])
         self.draws = draws  # whether the model draws random numbers
         self.sensitivity = Sensitivities(self, plan, release, entrywise)
         self.clip = WeightClipper(model, plan.bounds, list(plan.layers), self.sensitivity.gains)
@@ -311,12 +339,18 @@ class Training:
             for parameter in self.release.parameters:
                 parameter.grad = None
         else:
-            self.spend(self._release)
+            self.spend(self.release_sum if self.alone else functools.partial(release_together, self))
         return evaluated
 
     def refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
         """A parameter the engine does not noise must bring no gradient into a step."""
-        refuse_stray_gradients(optimizer, self._trained)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._trained and parameter.grad is not None:
+                    raise ContractError(
+                        "the optimizer holds a parameter with a gradient that is not private: freeze it, or make the "
+                        "model private with it."
+                    )
 
     def spend(self, release: Callable[[int], None]) -> None:
         """Charge one release of the present draw, then make it: a second one would be no fresh sample.
@@ -327,45 +361,22 @@ class Training:
         self.draw = self.info = None  # a charge that fails leaves no draw half spent
         if self.engine.shards is not None:
             self.engine.shards.refuse_gradients()
-        agree_on_step(self)
+        if not self.alone or (dist.is_available() and dist.is_initialized()):  # a group that came late is refused there
+            agree_on_step(self)
         release(self.engine.charge())
 
-    def _release(self, step: int) -> None:
-        """Sums of all processes, then noise: made once, by the first, whose release all of them get.
-
-        Noise that every process made for itself would have to be the same to the last bit: were it not, one sum would
-        be out under two noises. It is scaled for the largest sensitivities, should a process have seen other shapes.
-        """
-        ranks, release, found = self.engine.ranks, self.release, self.sensitivity
-        counts, limits = ([], []) if self.quantiles is None else (self.quantiles.counts(), self.quantiles.limits())
-        with ranks.together("optimizer.step()"):
-            values = found.values
-            if ranks.count > 1:
-                values = ranks.largest(values)
-                for count in counts:
-                    ranks.sum_to_first(count)
-                release.exchange(ranks.sum_to_first)
-            if self.engine.shards is not None:
-                streams = self.engine.streams.for_release(step, self.content).of_first(ranks.tell)
-                release.release(values, streams, step)
-                self.adapt(streams, step)
-            elif ranks.first:
-                streams = self.engine.streams.for_release(step, self.content)
-                factors = found.factors if values is found.values else None
-                release.release(values, streams, step, factors)
-                self.adapt(streams, step)
-            else:
-                release.receive()
-                self.adapt(None, step)
-            ranks.spread(limits)
+    def release_sum(self, step: int, largest: Tensor | None = None) -> None:
+        """The whole sum with its noise, scaled for the ``largest`` sensitivities where several processes have some."""
+        found, streams = self.sensitivity, self.engine.streams.for_release(step, self.content)
+        values, factors = (found.values, found.factors) if largest is None else (largest, None)
+        self.release.release(values, streams, step, factors)
+        self.adapt(streams, step)
 
     def adapt(self, streams: Streams | None, step: int) -> None:
         """Limits follow the counts of this release, on the first process; the others hear of them."""
-        if self.quantiles is None:
-            return
-        if streams is not None and self.engine.ranks.first:
+        if self.quantiles is not None and streams is not None and (self.alone or self.engine.ranks.first):
             self.quantiles.release(streams, step)
-        else:
+        elif self.quantiles is not None:
             self.quantiles.clear()
 
     def mask_key(self, call: int) -> bytes:

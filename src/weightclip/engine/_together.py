@@ -1,4 +1,7 @@
-"""What the processes of a run compare, before its first step and before every release (SOUNDNESS Theorem 32)."""
+"""What the processes of a run compare, before its first step and before every release, and how they make one.
+
+SOUNDNESS Theorem 32 proves it.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from weightclip.distributed import Ranks
+from weightclip.certificate import Bounds, OpenPlan, Plan
+from weightclip.distributed import Ranks, Shards
 from weightclip.engine._checkpoint import feed
 from weightclip.engine._digest import settings_digest, tensors_digest
+from weightclip.errors import ContractError
+from weightclip.noise import Release, ShardedRelease
 from weightclip.sampling import KeyedRecords, Wanted
 
 if TYPE_CHECKING:
@@ -21,6 +27,25 @@ if TYPE_CHECKING:
     from weightclip.engine._step import Training
 
 _LOOKED_AT = 256  # records of the data set that ranks compare
+
+
+def refuse_whole_weights(shards: Shards | None, bounds: Bounds, is_open: bool) -> None:
+    """Certified norms and ClipWeights look at whole weights, which no rank has at rest."""
+    if shards is not None and (not is_open or bounds.weight_norm is not None):
+        raise ContractError(
+            "bounds from weights (weight_norm, input_radius, limit=Certified(), mechanism) need whole weights, which "
+            "fully_shard deals out: use Bounds() (the default), layer_cap, or layer_radius with cotangent_radius."
+        )
+
+
+def make_release(shards: Shards | None, plan: Plan | OpenPlan, *args: Any, **named: Any) -> Release:
+    """The release of a model that is whole on every rank, or of one whose rows have owners."""
+    if shards is None:
+        return Release(plan, *args, **named)
+    shards.rest()
+    release = ShardedRelease(plan, *args, owned=shards.of, everywhere=shards.everywhere, **named)
+    release.leaves = [shards.twins[id(p)] for p in release.parameters]
+    return release
 
 
 @torch.no_grad()
@@ -77,6 +102,33 @@ def agree_on_step(training: Training) -> None:
             "the order of sums": training.release.order,
         }
     )
+
+
+def release_together(t: Training, step: int) -> None:
+    """Sums of all processes, then noise: made once, by the first, whose release all of them get.
+
+    Noise that every process made for itself would have to be the same to the last bit: were it not, one sum would
+    be out under two noises. It is scaled for the largest sensitivities, should a process have seen other shapes.
+    """
+    ranks, release = t.engine.ranks, t.release
+    counts, limits = ([], []) if t.quantiles is None else (t.quantiles.counts(), t.quantiles.limits())
+    with ranks.together("optimizer.step()"):
+        values = t.sensitivity.values
+        if ranks.count > 1:
+            values = ranks.largest(values)
+            for count in counts:
+                ranks.sum_to_first(count)
+            release.exchange(ranks.sum_to_first)
+        if t.engine.shards is not None:
+            streams = t.engine.streams.for_release(step, t.content).of_first(ranks.tell)
+            release.release(values, streams, step)
+            t.adapt(streams, step)
+        elif ranks.first:
+            t.release_sum(step, values)
+        else:
+            release.receive()
+            t.adapt(None, step)
+        ranks.spread(limits)
 
 
 @torch.no_grad()

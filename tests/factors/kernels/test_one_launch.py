@@ -9,7 +9,7 @@ import torch
 from tests.triton_kit import kernel_device, run_interpreted
 
 import weightclip as wc
-from weightclip.engine._projection import _project_widely
+from weightclip.engine._entrance import _project_widely
 from weightclip.factors.kernels._one_launch import cross_entropy, fits, fits_classes, project, scale_blocks_
 from weightclip.losses import CrossEntropy
 

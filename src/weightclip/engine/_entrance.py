@@ -1,0 +1,346 @@
+"""Before a pass of a private model: records projected, their public shape noted, the model as it was tested.
+
+Which promise needs it: noise is added to the parameters the engine knows (SOUNDNESS section 7, iii), so none may be
+frozen, cast or moved behind its back; and a buffer written by forward would carry earlier records into later products
+(condition e) and into the saved model. Bounds need no watch: limits are enforced at the product.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from weightclip._torch import code_of, code_of_all_modules, leaves_of, map_tensors, tensors_of, version_of
+from weightclip.engine._example import Call
+from weightclip.errors import ContractError
+from weightclip.factors import is_plain, transforming
+from weightclip.factors.kernels import fits, project
+
+if TYPE_CHECKING:
+    from weightclip.engine._step import Training
+
+Signature = tuple[Any, ...]
+_HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def project_records(x: Tensor, radius: float, detach: bool = False) -> Tensor:
+    """Each record's l2 projection on the ball of ``radius``; a record with a NaN or infinite entry becomes zeros.
+
+    Args:
+        x: Floating-point records on dimension 0.
+        radius: Public radius; infinite: only non-finite records change.
+        detach: Treat the scale as constant in the backward pass (non-expansive in every norm).
+
+    Formal guarantees:
+        l2 norm of each record at most ``radius`` up to float32 rounding, whatever its entries; l2 gain 1; records are
+        never mixed.
+    """
+    if x.dim() < 2:
+        return project_records(x.unsqueeze(1), radius, detach).squeeze(1) if x.dim() else x
+    dims = tuple(range(1, x.dim()))
+    wide = x.float() if x.dtype in _HALF else x
+    if not x.requires_grad and wide.dtype == torch.float32 and not transforming():
+        return _project_values(wide, radius * (1 - _HALF.get(x.dtype, 0.0)), dims).to(x.dtype)
+    largest = torch.linalg.vector_norm(wide.detach(), math.inf, dims, keepdim=True)  # not finite if an entry is not
+    finite = torch.isfinite(largest)
+    clean = torch.where(finite, wide, torch.zeros((), dtype=wide.dtype, device=x.device))
+    if math.isinf(radius):
+        return clean.to(x.dtype)
+    radius = radius * (1 - _HALF.get(x.dtype, 0.0))  # rounding to half precision must not lead out of the ball
+    # entries are divided by the largest one first: squares neither overflow nor vanish
+    tiny = torch.finfo(wide.dtype).tiny
+    largest = torch.where(finite, largest, torch.full_like(largest, tiny)).clamp(min=tiny)
+    unit = clean / largest
+    norm = torch.linalg.vector_norm(unit.detach() if detach else unit, 2, dims, keepdim=True).clamp(min=0.5)
+    inside = largest * norm.detach() <= radius  # norm is at least 1 but for a zero record
+    return torch.where(inside, clean, unit * (radius / norm)).to(x.dtype)
+
+
+def _project_values(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
+    """The same in few passes, where no derivative is asked for: squares of float32 fit into float64."""
+    if x.device.type == "cpu" and radius >= 1e-10:  # smaller norms may be squares that vanish
+        if math.isinf(radius) and math.isfinite(x.sum().item()):  # an entry that is not finite would show in the sum
+            return x
+        norm = torch.linalg.vector_norm(x, 2, dims, keepdim=True)
+        scaled = x if math.isinf(radius) else x * _over(radius, norm).clamp_(max=1.0)
+        if x.shape[0] == 0 or float(norm.max()) < 1e15:  # no NaN, and no square is infinite: float32 will do
+            return scaled
+        good = (norm < 1e15).flatten()
+        # the way a record takes depends on itself alone: the others must not round differently because of it
+        scaled = scaled.clone() if scaled is x else scaled
+        scaled[~good] = _project_widely(x[~good], radius, dims)
+        return scaled
+    return project(x, radius) if fits(x) else _project_widely(x, radius, dims)
+
+
+def _over(radius: float, norm: Tensor) -> Tensor:
+    """``radius / norm`` as torch computes it, in fewer passes."""
+    return norm.reciprocal() if radius == 1 else norm.reciprocal().mul_(radius)
+
+
+def _project_widely(x: Tensor, radius: float, dims: tuple[int, ...]) -> Tensor:
+    """For records of any size, by norms in float64."""
+    norm = torch.linalg.vector_norm(x, 2, dims, keepdim=True, dtype=torch.float64)
+    if math.isinf(radius):
+        scaled = x
+    else:  # in two steps: the scale of a huge record may be subnormal, and would round up to twice its value
+        scale = (radius / norm).clamp(max=1.0)  # a zero record: min(inf, 1)
+        scaled = (x * scale.clamp(min=2.0**-100).float()).mul_((scale * 2.0**100).clamp(max=1.0).float())
+    return torch.where(torch.isfinite(norm), scaled, torch.zeros((), device=x.device))
+
+
+class InputProjection:
+    """Forward pre-hook: every floating-point tensor among the arguments, named or nested, is projected.
+
+    Formal guarantees:
+        Those of :func:`project_records`, for each argument on its own.
+    """
+
+    _weightclip = True
+
+    def __init__(self, radius: float = math.inf, detach: bool = False) -> None:
+        self.radius, self.detach = radius, detach
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if is_plain():
+            return None
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # the usual case
+            return (self._project(args[0]),), kwargs
+        return map_tensors(self._project, (args, kwargs))
+
+    def _project(self, x: Tensor) -> Tensor:
+        return project_records(x, self.radius, self.detach) if x.is_floating_point() else x
+
+
+def signature(args: Any, kwargs: Any) -> Signature:
+    """What is public of a call: names, shapes of one record, types, and arguments that choose a way (True, a word)."""
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # the usual case
+        return ((0, 0), args[0].shape[1:], args[0].dtype)
+    found: list[Any] = []
+    for path, leaf in leaves_of((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            found += [path, leaf.shape[1:], leaf.dtype]
+        elif leaf is None or isinstance(leaf, (bool, str)):
+            found += [path, leaf]
+    return tuple(found)
+
+
+class Entrance:
+    """Forward pre-hook of the model: notes the public shape of a pass under gradients, before it runs.
+
+    Which promise needs it: rows of a product are records as the test of independence has seen it (condition b), and
+    rounding is allowed for, at the shapes that were tested; integers where floats were declared would pass a projection
+    unseen. Passes of other shapes are tested before their loss is admitted (``tested`` knows a signature), or refused
+    where a certificate was made for one shape. An input that the model's own layers made outside of it is refused:
+    gradients would reach these layers by a way that was not tested (assumption i).
+    """
+
+    _weightclip = True
+
+    def __init__(self, call: Call, fixed: bool, anchor: Tensor | None = None) -> None:
+        self.anchor = anchor
+        self.look: Callable[[], None] | None = None  # at the model that is called, where nothing else does
+        self.first = signature(call.args, call.kwargs)
+        self.fixed = fixed
+        self.last: Signature = self.first
+        self.calls: dict[Signature, Call] = {self.first: call.zeros()}  # one call of each signature, for the test
+        self._floating = self._kinds(self.first)
+
+    @staticmethod
+    def _kinds(found: Signature) -> dict[Any, bool]:
+        """Which inputs are floating-point."""
+        paths = [i for i, part in enumerate(found) if isinstance(part, torch.dtype)]
+        return {found[i - 2]: found[i].is_floating_point for i in paths}
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_plain() or not torch.is_grad_enabled():
+            return
+        if not torch.compiler.is_compiling():
+            self._refuse_graphs(tensors_of((args, kwargs)))
+        self.last = found = signature(args, kwargs)
+        if found != self.first and found not in self.calls:
+            self._meet(found, args, kwargs)
+        if self.look is not None and not torch.compiler.is_compiling():
+            self.look()
+
+    def _refuse_graphs(self, inputs: list[Tensor]) -> None:
+        """What the model's own layers computed outside its forward pass was never tested for independence."""
+        todo, seen = [t.grad_fn for t in inputs if t.grad_fn is not None], set[Any]()
+        while todo:
+            node = todo.pop()
+            if getattr(node, "variable", None) is self.anchor:
+                raise ContractError(
+                    "an input of the private model was computed by its own layers, outside its forward pass, where "
+                    "nothing tests that records stay apart: do that inside the model's forward, or detach() the input."
+                )
+            new = [after for after, _ in node.next_functions if after is not None and after not in seen]
+            seen.update(new)
+            todo += new
+
+    def call(self, found: Signature) -> Call:
+        """A call of this signature, without its values."""
+        if found not in self.calls:
+            if len(found) != 3:
+                raise ContractError(
+                    "a compiled model got inputs of a new shape: pass make_private an example= of it, or call the "
+                    "model uncompiled once."
+                )
+            _, shape, dtype = found
+            like = self.calls[self.first].tensors[0]
+            self.calls[found] = Call((torch.zeros((2, *shape), dtype=dtype, device=like.device),), {})
+        return self.calls[found]
+
+    def _meet(self, found: Signature, args: Any, kwargs: Any) -> None:
+        """A shape that was not seen before."""
+        kinds = self._kinds(found)
+        if any(kinds.get(path, kind) != kind for path, kind in self._floating.items()):
+            raise ContractError(
+                "the model got integers where make_private saw floating-point records (or the other way round): "
+                "convert the records (x.float()), or give make_private an example= of this type."
+            )
+        if self.fixed and _shapes(found) != _shapes(self.first):
+            raise ContractError(
+                f"the model got records of shape {_shapes(found)} but is certified for {_shapes(self.first)}: bounds "
+                "grow with the size of the input. Pass records of the certified shape, or give make_private an "
+                "example= of this one."
+            )
+        if not torch.compiler.is_compiling():
+            self.calls[found] = Call(args, kwargs).zeros()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _open_door  # copies and saved models leave the engine behind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _left_behind, ()
+
+
+def _open_door(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """What is left of an entrance in a copy of the model."""
+
+
+_open_door._weightclip = True  # type: ignore[attr-defined]
+
+
+def _left_behind() -> Any:
+    return _open_door
+
+
+def _shapes(found: Signature) -> list[tuple[int, ...]]:
+    return [tuple(part) for part in found if isinstance(part, torch.Size)]
+
+
+class Watch:
+    """Trainable parameters and modules as they were at ``make_private``.
+
+    Formal guarantees:
+        ``check`` and ``changed`` read types, places, flags and tables of hooks only, never values.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self.parameters = list(model.named_parameters())
+        self.kinds = [(p.dtype, p.device, p.requires_grad) for _, p in self.parameters]
+        self._children = [(m, list(m._modules.values())) for m in self._modules]
+        self._code: list[Any] = []
+        self._tensors = [p for _, p in self.parameters] + list(model.buffers())
+
+    def addresses(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Where parameters and buffers lie, and in which order of entries: what recorded work depends on."""
+        return tuple([(t.data_ptr(), t.stride()) for t in self._tensors])
+
+    def modes(self) -> tuple[bool, ...]:
+        """Which modules are in training mode."""
+        return tuple([m.training for m in self._modules])
+
+    def changed(self) -> bool:
+        """Whether hooks, or the ``forward`` of a module, are others than when this was asked before."""
+        found = code_of_all_modules()
+        for module in self._modules:
+            found += code_of(module)
+        before, self._code = self._code, found  # kept, so that no other object can come to lie at the same address
+        return len(before) != len(found) or not all(map(operator.is_, before, found))
+
+    def check(self) -> None:
+        """Raise one clear error for the first parameter that changed in kind, or module that came or went."""
+        for module, children in self._children:
+            if list(module._modules.values()) != children:
+                raise ContractError(
+                    f"a part of {type(module).__name__} was added, replaced or removed after make_private, which has "
+                    "not tested the model that is there now: change the model first, then make it private."
+                )
+        for (name, p), kind in zip(self.parameters, self.kinds, strict=True):
+            if (p.dtype, p.device, p.requires_grad) != kind:
+                raise ContractError(
+                    f"parameter '{name}' was frozen, unfrozen, moved or cast after make_private: do that first, then "
+                    "make the model private."
+                )
+
+
+class BufferGuard:
+    """Forward pre-hook and hook of the model: a pass under gradients must leave every buffer as it is.
+
+    Formal guarantees:
+        Buffers written in place by an uncompiled forward are refused, so that no state travels from one batch to the
+        next that way. Buffers may be changed between passes by public rules (schedules).
+    """
+
+    _weightclip = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.buffers = [(k, b) for k, b in model.named_buffers() if not k.rpartition(".")[2].startswith("_wc_")]
+        self._before: list[int] | None = None
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Note the state of all buffers."""
+        if self.buffers and not torch.compiler.is_compiling():
+            self._before = [version_of(b) for _, b in self.buffers] if torch.is_grad_enabled() else None
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Compare."""
+        if self._before is None or torch.compiler.is_compiling():
+            return
+        versions, self._before = self._before, None
+        for (name, buffer), version in zip(self.buffers, versions, strict=True):
+            if version_of(buffer) != version:
+                raise ContractError(
+                    f"forward writes buffer '{name}': it would carry records of one batch into the next and into the "
+                    "saved model. Freeze such modules with eval(), or use ones without running statistics."
+                )
+
+    before._weightclip = after._weightclip = True  # type: ignore[attr-defined] # hooks of ours, left out of copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BufferGuard:
+        return BufferGuard(nn.Module())  # a copied model is its owner's business
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BufferGuard, (nn.Module(),)
+
+
+def look(owner: weakref.ref[Training]) -> None:
+    """Before a pass of a traced model: if its hooks or forwards have changed it is tested anew, as it is now."""
+    t = owner()
+    if t is not None and t.forget_other_code():
+        key = t.entrance.last, t.watch.modes()
+        t.tested[key], t.grown = t.test(*key), True
+
+
+def prepare(owner: weakref.ref[Training], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Before a pass under gradients: records of its public shape must have passed the test; its signature.
+
+    The forward pass itself goes by what the test has found: whose rows are whose, and what every record has a copy of.
+    """
+    t = owner()
+    if t is None:
+        return None
+    t.forget_other_code()
+    key = signature(args, kwargs), t.watch.modes()
+    if key not in t.tested:
+        t.entrance(module, args, kwargs)
+        t.tested[key], t.grown = t.test(*key), True
+    return key
