@@ -17,7 +17,7 @@ from weightclip.engine import _install as install
 from weightclip.engine._gate import Entrance, _Wall
 from weightclip.engine._step import Training
 from weightclip.engine._watch import BufferGuard
-from weightclip.factors import Collector, Limits, _apply, _collect, _collector, _layers, _limits
+from weightclip.factors import Collector, Limits, _apply, _collector, _layers, _limits, _passes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*attribute", "ignore:.*should not be instantiated")
 Patch = pytest.MonkeyPatch
@@ -160,13 +160,13 @@ def parameters_may_reach_the_loss_beside_their_layers(patch: Patch) -> None:
 def second_derivatives_pass(patch: Patch) -> None:
     from weightclip.factors import _dense
 
-    patch.setattr(_dense, "collect", lambda key, token, x, d: _collect._deliver(key, x, d, False, ())
+    patch.setattr(_dense, "collect", lambda key, token, x, d: _passes._deliver(key, x, d, False, ())
                   if not torch.is_grad_enabled() else None)  # fmt: skip
 
 
 @mutant(refused("functional_call with other weights"))
 def any_tensor_may_sit_in_a_private_layer(patch: Patch) -> None:
-    patch.setattr(_collect.Sink, "check", lambda self, weight: None)
+    patch.setattr(_passes.Sink, "check", lambda self, weight: None)
 
 
 @mutant(refused("integer records", "certified"))

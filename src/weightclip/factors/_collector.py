@@ -19,14 +19,11 @@ from torch import Tensor
 from weightclip._device import wake_backward_thread
 from weightclip.errors import ContractError
 from weightclip.factors import _kinds
-from weightclip.factors._collect import Sink
-from weightclip.factors._joint import Use, norm_over
+from weightclip.factors._joint import Own, norm_over, own_gradients
 from weightclip.factors._limits import BOUND, CAP, COTANGENT, RADIUS, SMALLEST, cap_scale, no_autocast, record_scale
-from weightclip.factors._own import own_gradients
 from weightclip.factors._part import Part
-from weightclip.factors._passes import Passes
+from weightclip.factors._passes import RECORDS, Layout, Passes, RowTable, Sink
 from weightclip.factors._record_norms import CHEAPEST
-from weightclip.factors._rows import RECORDS, Layout, RowTable
 
 _TINY = 1e-30
 _NAMES = ("weight", "bias")
@@ -87,49 +84,40 @@ class Entry:
         return self.joint is not None or (self.uses != 1 and self.capped())
 
 
-class Limits:
-    """The limits of all private layers, in one table, so that those which follow the weights are set in one go.
+@dataclass
+class Use:
+    """Both factors of one use, kept until the pass is over. Records on dimension 0, each with ``m`` rows."""
 
-    Args:
-        layers: Private layers in the order of the sensitivities.
-        moving: Which of them are limited to their sensitivities; the others keep caps of their own.
-        shares: What part of a layer's sensitivity its limit is.
+    entry: Any
+    part: Any
+    x: Tensor
+    d: Tensor
+    conf: Sequence[int]
+    m: int = 1
+    own: Own | None = None  # its records' gradients, if they were formed for their norms
 
-    Formal guarantees:
-        A limit is its layer's sensitivity, for which the noise of the same release is scaled, divided by the room for
-        rounding that is part of it: norms, scales and sums may round by that much, and still no record moves the
-        layer's sum by more than the sensitivity.
-    """
+    @property
+    def turned(self) -> bool:
+        """Whether the parameter is the transposed weight of the product."""
+        return getattr(self.part, "turned", False)
 
-    def __init__(self, layers: Sequence[Any], moving: Sequence[bool], shares: Sequence[float]) -> None:
-        self.shares = list(shares)
-        self.table = torch.stack([layer._wc_limits for layer in layers])
-        self.caps = self.table[:, 2]
-        self.moving = [i for i, moves in enumerate(moving) if moves]
-        self._places = [self.caps[i] for i in self.moving]
-        self._constant: Tensor | None = None
-        self._mask = torch.tensor(list(moving), device=self.table.device)
-        self._shares = torch.tensor(self.shares, dtype=torch.float64, device=self.table.device)
-        for layer, row in zip(layers, self.table, strict=True):
-            layer.__dict__["_wc_limits"] = row
+    def grouped(self) -> tuple[Tensor, Tensor, Sequence[int]]:
+        """The factors with one row for each record."""
+        if self.m == 1:
+            return self.x, self.d, self.conf
+        return _kinds.kind_of(self.part).grouped(self.x, self.d, self.conf, self.m)
 
-    @torch.no_grad()
-    def set(self, sensitivities: Tensor, constant: bool = False) -> None:
-        """Limits of the release with these sensitivities; nothing waits for a device.
+    def scaled(self, scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Sums over records for these scales of records."""
+        if self.own is not None:
+            return self.own.sums(scale, self.part.weight)
+        rows = scale if scale is None or self.m == 1 else scale.repeat_interleave(self.m)
+        return _kinds.sums(self.part, self.x, self.d, rows, self.conf)
 
-        ``constant``: the very same numbers as whenever this tensor comes, so that once is enough.
-        """
-        if not self.moving or sensitivities is self._constant:  # bounds that no weight enters stay what they are
-            return
-        if sensitivities.is_cpu:
-            values = sensitivities.tolist()
-            for i, place in zip(self.moving, self._places, strict=True):
-                place.fill_(values[i] * self.shares[i])
-            self._constant = sensitivities if constant else None
-            return
-        self._constant = None
-        values = sensitivities * self._shares
-        self.caps.copy_(values if len(self.moving) == len(self.shares) else torch.where(self._mask, values, self.caps))
+    def key(self) -> Any:
+        """What the use shares with other uses: the parameter, or the block of it."""
+        parameter = getattr(self.part, "parameter", None)
+        return id(self.part.weight if parameter is None else parameter), getattr(self.part, "rows", None)
 
 
 class Collector:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._collect import collect
 from weightclip.factors._limits import (
     BOUND,
     CAP,
@@ -25,6 +24,7 @@ from weightclip.factors._limits import (
     transforming,
     unchunked,
 )
+from weightclip.factors._passes import collect
 from weightclip.factors.kernels._products import (
     dense_gradient,
     fits,
