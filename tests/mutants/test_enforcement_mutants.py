@@ -17,7 +17,7 @@ from weightclip.engine import _install as install
 from weightclip.engine._gate import Entrance, _Wall
 from weightclip.engine._step import Training
 from weightclip.engine._watch import BufferGuard
-from weightclip.factors import Collector, Limits, _apply, _collector, _layers, _limits, _passes
+from weightclip.factors import Collector, Limits, _collector, _layers, _limits, _passes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*attribute", "ignore:.*should not be instantiated")
 Patch = pytest.MonkeyPatch
@@ -101,7 +101,7 @@ del MUTANTS["no limit at the product: hook on a parameter"]  # which no product 
 @mutant(limited("hook on a parameter"))
 def products_pass_through_the_parameters(patch: Patch) -> None:
     def apply(function, layer, x, weight, bias, *conf):
-        return _apply.EAGER[function].apply(x, weight, bias, None, 0, layer._wc_limits.clone(), *conf)
+        return _layers.EAGER[function].apply(x, weight, bias, None, 0, layer._wc_limits.clone(), *conf)
 
     def backward(self, outputs, gradients, parameters):
         found = torch.autograd.grad(outputs, parameters, gradients, allow_unused=True)
@@ -110,7 +110,7 @@ def products_pass_through_the_parameters(patch: Patch) -> None:
                 self.add(i, g)
         return []
 
-    patch.setattr(_layers, "_apply", apply)
+    patch.setattr(_layers, "apply", apply)
     patch.setattr(Collector, "backward", backward)
 
 

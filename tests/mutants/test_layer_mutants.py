@@ -11,7 +11,7 @@ from tests.mutants.kit import Mutants
 from tests.oracle import Run, check, check_each, hostile, moves
 from torch import nn
 
-from weightclip.factors import _attention, _collector, _copies, _joint, _kinds, _passes, _recurrent, _swap
+from weightclip.factors import _attention, _collector, _copies, _joint, _passes, _recurrent, _swap
 from weightclip.factors._passes import RECORDS
 
 Patch = pytest.MonkeyPatch
@@ -50,7 +50,7 @@ def every_row_of_a_record_has_the_limit_for_itself(patch: Patch) -> None:
 @mutant(exact("folded positions"))
 def scales_are_laid_on_rows_in_the_wrong_order(patch: Patch) -> None:
     def scaled(self, scale):
-        return _kinds.sums(self.part, self.x, self.d, scale.repeat(self.m), self.conf)
+        return self.part._wc_form.sums(self.part, self.x, self.d, scale.repeat(self.m), self.conf)
 
     patch.setattr(_collector.Use, "scaled", scaled)
 

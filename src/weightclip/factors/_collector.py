@@ -105,14 +105,14 @@ class Use:
         """The factors with one row for each record."""
         if self.m == 1:
             return self.x, self.d, self.conf
-        return _kinds.kind_of(self.part).grouped(self.x, self.d, self.conf, self.m)
+        return self.part._wc_form.grouped(self.x, self.d, self.conf, self.m)
 
     def scaled(self, scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Sums over records for these scales of records."""
         if self.own is not None:
             return self.own.sums(scale, self.part.weight)
         rows = scale if scale is None or self.m == 1 else scale.repeat_interleave(self.m)
-        return _kinds.sums(self.part, self.x, self.d, rows, self.conf)
+        return self.part._wc_form.sums(self.part, self.x, self.d, rows, self.conf)
 
     def key(self) -> Any:
         """What the use shares with other uses: the parameter, or the block of it."""
@@ -242,7 +242,7 @@ class Collector:
                     use.x, use.d = use.x.clone(), use.d.clone()
                 self._waiting.append(use)
             elif entry.taken <= max(1, entry.uses):
-                if entry.capped():
+                if entry.capped() and use.part._wc_product.dtype == torch.float32:
                     use.own = own_gradients(use.part, *use.grouped(), use.part._wc_kind)
                 if use.own is None:
                     self._add(use, self._masked(self._scale(entry, use), d))
@@ -255,10 +255,10 @@ class Collector:
         """One use, records in front; refuses rows that belong to no record (SOUNDNESS section 7, condition b)."""
         assert self.rows is not None
         layout = RECORDS
-        kind, table = _kinds.kind_of(part), self.passes.table
+        kind, table = part._wc_form, self.passes.table
         if table is not None and kind is not _kinds.COPIED:
             layout = table.find(part, x.shape, self.rows)
-            if layout is not None and layout.m == 0:  # folded by factors._apply
+            if layout is not None and layout.m == 0:  # folded by factors._layers
                 layout = Layout(0, x.shape[0] // max(1, self.rows))
         whole = layout is not None and all(t.shape[layout.dim] == self.rows * layout.m for t in (x, d))
         if layout is None or not whole or (layout.dim and kind in (_kinds.CONV, _kinds.CHANNELS)):
@@ -281,14 +281,15 @@ class Collector:
         """Scale of each record, so that all uses of the layer together keep its limit."""
         part, (x, d, conf) = use.part, use.grouped()
         if entry.uses == 1 and entry.measure is None:
-            return _kinds.scale(part, x, d, part._wc_counter, conf)
+            return part._wc_form.scale(part, x, d, part._wc_counter, conf)
         limits, flags = part._wc_limits, part._wc_flags
-        both = _kinds.factors(part, x, d, conf)
+        both = part._wc_form.factors(part, x, d, conf)
         scale = record_scale(*both, limits, flags & ~CAP, part._wc_counter)
         if flags & BOUND:
-            norm = _kinds.certified(part, x, d, both, entry.measure, conf)
+            free = entry.measure is None
+            norm = both[0] * both[1] if free else part._wc_form.certified(part, x, d, both, entry.measure, conf)
         else:
-            norm = _kinds.norm(part, x, d, part._wc_kind, conf)
+            norm = part._wc_form.norm(part, x, d, part._wc_kind, conf)
         left = limits[2] if entry.spent is None else (limits[2] - entry.spent).clamp(min=0)
         scale = cap_scale(scale, norm, *both, left, part._wc_counter)
         used = torch.where(scale > 0, scale * norm, 0.0)

@@ -85,7 +85,7 @@ def own_gradients(part: Any, x: Tensor, d: Tensor, conf: Sequence[int], way: int
     )  # fmt: skip
     if not fits:
         return None
-    kind, (weight, bias) = _kinds.kind_of(part), _kinds.trains(part)
+    kind, (weight, bias) = part._wc_form, _kinds.trains(part)
     if kind is _kinds.DENSE and math.prod(x.shape[1:-1]) > 1:
         left, right = (t.float().reshape(len(t), -1, t.shape[-1]) for t in (d, x))
         found = torch.bmm(left.mT, right).flatten(1) if weight else None
@@ -154,15 +154,19 @@ def _norm_of_one(uses: list[Use], way: int) -> Tensor:
     if len(uses) == 1:
         (use,), (x, d, conf) = uses, uses[0].grouped()
         use.own = own_gradients(use.part, x, d, conf, way)
-        return _kinds.norm(use.part, x, d, way, conf) if use.own is None else use.own.norm(_kinds.beta_of(use.part))
+        return (
+            use.part._wc_form.norm(use.part, x, d, way, conf)
+            if use.own is None
+            else use.own.norm(_kinds.beta_of(use.part))
+        )
     alike = len({_kinds.trains(use.part) for use in uses}) == 1
-    simple = all(_kinds.kind_of(u.part) in (_kinds.DENSE, _kinds.EMBEDDING) for u in uses)
+    simple = all(u.part._wc_form in (_kinds.DENSE, _kinds.EMBEDDING) for u in uses)
     if alike and simple and _kinds.trains(uses[0].part)[0]:
         return _rank_one(uses)
     if alike and uses[0].part.weight.numel() <= _SMALL:
         return _formed(uses)
     parts = [use.grouped() for use in uses]
-    norms = [_kinds.norm(use.part, x, d, way, conf) for use, (x, d, conf) in zip(uses, parts, strict=True)]
+    norms = [use.part._wc_form.norm(use.part, x, d, way, conf) for use, (x, d, conf) in zip(uses, parts, strict=True)]
     return torch.stack(norms).sum(0) * (1 + len(uses) * 2.0**-23)
 
 
@@ -171,7 +175,7 @@ def _rank_one(uses: list[Use]) -> Tensor:
     tables, products = [], []
     for use in uses:
         x, d, _ = use.grouped()
-        if _kinds.kind_of(use.part) is _kinds.EMBEDDING:
+        if use.part._wc_form is _kinds.EMBEDDING:
             ids, right = x.reshape(x.shape[0], -1), d.reshape(x.shape[0], -1, d.shape[-1])
             if use.part.padding_idx is not None:
                 right = torch.where((ids == use.part.padding_idx)[..., None], torch.zeros_like(right), right)
@@ -207,7 +211,7 @@ def _formed(uses: list[Use]) -> Tensor:
     for start in range(0, parts[0][1].shape[0], chunk):
         total, room = None, 0.0
         for use, (x, d, conf) in zip(uses, parts, strict=True):
-            kind, x, d = _kinds.kind_of(use.part), x[start : start + chunk], d[start : start + chunk]
+            kind, x, d = use.part._wc_form, x[start : start + chunk], d[start : start + chunk]
             weight, *bias = kind.gradients(use.part, x, d, conf)
             own = torch.cat([g.flatten(1) for g in (weight.mT if use.turned else weight, *bias)], 1)
             total = own if total is None else total + own

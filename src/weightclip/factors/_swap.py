@@ -48,9 +48,6 @@ class Private:
     def _get_name(self) -> str:
         return self._wc_native.__name__
 
-    def _conf(self) -> tuple[Any, ...]:
-        return self._wc_flags, self._wc_beta, self._wc_product.dtype, self._wc_product.chunk
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # the class is made at run time: a copy or a file names what it is made from
         kind = type(self)
