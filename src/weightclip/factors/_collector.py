@@ -120,6 +120,13 @@ class Use:
         return id(self.part.weight if parameter is None else parameter), getattr(self.part, "rows", None)
 
 
+def _together(norms: Sequence[tuple[Tensor, float]]) -> Tensor:
+    """B_i: the root of sum_k (||g_k||/t_k)^2 of each record, from the norms and thresholds of layers."""
+    if len({(norm.dtype, t) for norm, t in norms}) == 1:  # the usual case: one operator for all layers, the same bits
+        return (torch.stack([norm for norm, _ in norms]) / norms[0][1]).square().sum(0).sqrt()
+    return torch.stack([(norm / t).square() for norm, t in norms]).sum(0).sqrt()
+
+
 class Collector:
     """Takes both factors of each product, limits every record and adds the sums to the release.
 
@@ -283,7 +290,7 @@ class Collector:
         if entry.uses == 1 and entry.measure is None:
             return part._wc_form.scale(part, x, d, part._wc_counter, conf)
         limits, flags = part._wc_limits, part._wc_flags
-        both = part._wc_form.factors(part, x, d, conf)
+        both: tuple[Tensor, Tensor] = part._wc_form.factors(part, x, d, conf)
         scale = record_scale(*both, limits, flags & ~CAP, part._wc_counter)
         if flags & BOUND:
             free = entry.measure is None
@@ -306,18 +313,18 @@ class Collector:
         for use in waiting:
             entries.setdefault(id(use.entry), []).append(use)
         with no_autocast(waiting[0].d.device.type):
-            joint = []
+            joint: list[tuple[Tensor, float]] = []
             for uses in entries.values():
                 entry = uses[0].entry
                 way = self.caps if entry.joint is not None else entry.layer._wc_kind
                 total = norm_over(uses, way)
                 if entry.joint is not None:
-                    joint.append((total / entry.joint).square())
+                    joint.append((total, entry.joint))
                 else:
                     self._add_all(uses, total / entry.layer._wc_limits[2])
             if joint:
                 shared = [use for use in waiting if use.entry.joint is not None]
-                self._add_all(shared, torch.stack(joint).sum(0).sqrt())
+                self._add_all(shared, _together(joint))
 
     def _add_all(self, uses: Sequence[Use], total: Tensor) -> None:
         """Uses with one limit, of which each record's norm takes ``total``."""
