@@ -70,7 +70,7 @@ def test_the_patch_norm_is_that_of_the_kernel_in_use() -> None:
     x, d = torch.randn(4, 2, 6), torch.randn(4, 3, 6)
     patches = torch.nn.functional.pad(x, (1, 1)).unfold(2, 3, 1)
     exact = (patches.square().sum((1, 2, 3)) + 6).sqrt()
-    torch.testing.assert_close(_kinds.factors(layer, x, d, numbers((1,), (1,), (1,), 1, False, (0,)))[0], exact)
+    torch.testing.assert_close(layer._wc_form.factors(layer, x, d, numbers((1,), (1,), (1,), 1, False, (0,)))[0], exact)
 
 
 @pytest.mark.parametrize("joint", [None, 0.5])

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weightclip.factors import _own, make_layer_private
+from weightclip.factors import _joint, make_layer_private
 from weightclip.factors._conv import numbers
-from weightclip.factors._own import own_gradients
+from weightclip.factors._joint import own_gradients
 from weightclip.factors._record_norms import CHEAPEST, FREE
 
 _LAYERS = {
@@ -49,9 +49,9 @@ def test_they_are_autograd_s_and_so_are_norms_and_sums(name: str, long: bool, mo
     make_layer_private(layer, cap=1.0, beta=0.5)
     layer._wc_product = layer._wc_product.__class__(torch.float32, 1)  # what the engine chooses on the CPU
     if long:
-        monkeypatch.setattr(_own, "_LONG", 0)
+        monkeypatch.setattr(_joint, "_LONG", 0)
     else:
-        monkeypatch.setattr(_own, "_ROOM", 2 * max(layer.weight.numel() * 5 // 2 + 1, 64))  # several chunks
+        monkeypatch.setattr(_joint, "_ROOM", 2 * max(layer.weight.numel() * 5 // 2 + 1, 64))  # several chunks
     with torch.no_grad():
         own = own_gradients(layer, x, d, conf, CHEAPEST)
         assert own is not None and own.weight is not None
@@ -103,5 +103,5 @@ def test_other_ways_and_sizes_are_left_alone(monkeypatch: pytest.MonkeyPatch):
     with torch.no_grad():
         assert own_gradients(layer, x, d, conf, FREE) is None
         assert own_gradients(layer, x.double(), d.double(), conf, CHEAPEST) is None
-        monkeypatch.setattr(_own, "_ROOM", 3 * 8 - 1)
+        monkeypatch.setattr(_joint, "_ROOM", 3 * 8 - 1)
         assert own_gradients(layer, x, d, conf, CHEAPEST) is None

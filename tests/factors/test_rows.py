@@ -8,7 +8,7 @@ from tests.oracle import Run
 from torch import Tensor, nn
 
 from weightclip.errors import ContractError
-from weightclip.factors._rows import NONE, RECORDS, Layout, RowTable, layout_between
+from weightclip.factors._passes import NONE, RECORDS, Layout, RowTable, layout_between
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from weightclip.engine import _install as install
 from weightclip.engine._entrance import BufferGuard, Entrance
 from weightclip.engine._gate import _Wall
 from weightclip.engine._step import Training
-from weightclip.factors import Collector, Limits, _apply, _collect, _collector, _layers, _limits
+from weightclip.factors import Collector, Limits, _collector, _layers, _limits, _passes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*attribute", "ignore:.*should not be instantiated")
 Patch = pytest.MonkeyPatch
@@ -101,7 +101,7 @@ del MUTANTS["no limit at the product: hook on a parameter"]  # which no product 
 @mutant(limited("hook on a parameter"))
 def products_pass_through_the_parameters(patch: Patch) -> None:
     def apply(function, layer, x, weight, bias, *conf):
-        return _apply.EAGER[function].apply(x, weight, bias, None, 0, layer._wc_limits.clone(), *conf)
+        return _layers.EAGER[function].apply(x, weight, bias, None, 0, layer._wc_limits.clone(), *conf)
 
     def backward(self, outputs, gradients, parameters):
         found = torch.autograd.grad(outputs, parameters, gradients, allow_unused=True)
@@ -110,7 +110,7 @@ def products_pass_through_the_parameters(patch: Patch) -> None:
                 self.add(i, g)
         return []
 
-    patch.setattr(_layers, "_apply", apply)
+    patch.setattr(_layers, "apply", apply)
     patch.setattr(Collector, "backward", backward)
 
 
@@ -160,13 +160,13 @@ def parameters_may_reach_the_loss_beside_their_layers(patch: Patch) -> None:
 def second_derivatives_pass(patch: Patch) -> None:
     from weightclip.factors import _dense
 
-    patch.setattr(_dense, "collect", lambda key, token, x, d: _collect._deliver(key, x, d, False, ())
+    patch.setattr(_dense, "collect", lambda key, token, x, d: _passes._deliver(key, x, d, False, ())
                   if not torch.is_grad_enabled() else None)  # fmt: skip
 
 
 @mutant(refused("functional_call with other weights"))
 def any_tensor_may_sit_in_a_private_layer(patch: Patch) -> None:
-    patch.setattr(_collect.Sink, "check", lambda self, weight: None)
+    patch.setattr(_passes.Sink, "check", lambda self, weight: None)
 
 
 @mutant(refused("integer records", "certified"))
@@ -186,7 +186,7 @@ def tracing_is_seen_by_every_thread(patch: Patch) -> None:
     patch.setattr(_layers, "is_plain", lambda: _limits._MODE.plain_in is not None)
 
 
-def _only_run(probe, call, size):
+def _only_run(probe, call, size, rowwise=False, places=True):
     return probe(call.random(2, 1))
 
 

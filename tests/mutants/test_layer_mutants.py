@@ -11,8 +11,8 @@ from tests.mutants.kit import Mutants
 from tests.oracle import Run, check, check_each, hostile, moves
 from torch import nn
 
-from weightclip.factors import _attention, _collector, _copies, _joint, _kinds, _passes, _recurrent, _rows, _swap
-from weightclip.factors._rows import RECORDS
+from weightclip.factors import _attention, _collector, _copies, _joint, _passes, _recurrent, _swap
+from weightclip.factors._passes import RECORDS
 
 Patch = pytest.MonkeyPatch
 MUTANTS = Mutants()
@@ -38,26 +38,26 @@ def recurrent(name: str) -> Callable[[], object]:
 @mutant(limited("folded positions"))
 def every_row_of_a_record_has_the_limit_for_itself(patch: Patch) -> None:
     """Norms of rows, not of records: m rows move the sum by up to m limits."""
-    real = _joint.Use.grouped
+    real = _collector.Use.grouped
 
     def largest(self):
         x, d, conf = real(self)
         return (x[:, 0], d[:, 0], conf) if self.m > 1 else (x, d, conf)
 
-    patch.setattr(_joint.Use, "grouped", largest)
+    patch.setattr(_collector.Use, "grouped", largest)
 
 
 @mutant(exact("folded positions"))
 def scales_are_laid_on_rows_in_the_wrong_order(patch: Patch) -> None:
     def scaled(self, scale):
-        return _kinds.sums(self.part, self.x, self.d, scale.repeat(self.m), self.conf)
+        return self.part._wc_form.sums(self.part, self.x, self.d, scale.repeat(self.m), self.conf)
 
-    patch.setattr(_joint.Use, "scaled", scaled)
+    patch.setattr(_collector.Use, "scaled", scaled)
 
 
 @mutant(exact("records on dimension 1"))
 def the_first_dimension_is_always_the_records(patch: Patch) -> None:
-    patch.setattr(_rows, "layout_between", lambda one, other, sizes: RECORDS)
+    patch.setattr(_passes, "layout_between", lambda one, other, sizes: RECORDS)
 
 
 @mutant(limited("tied"))
@@ -125,9 +125,9 @@ def parts_of_a_layer_have_a_cap_each(patch: Patch) -> None:
 
 @mutant(limited("windows"))
 def uses_of_one_kernel_are_taken_for_orthogonal(patch: Patch) -> None:
-    real = _joint.Use.key
+    real = _collector.Use.key
     seen: dict[int, int] = {}
-    patch.setattr(_joint.Use, "key", lambda self: (*real(self), seen.setdefault(id(self), len(seen))))
+    patch.setattr(_collector.Use, "key", lambda self: (*real(self), seen.setdefault(id(self), len(seen))))
 
 
 @mutant(lambda: check(nn.Sequential(zoo.Doubled(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(8, 3)))

@@ -15,7 +15,7 @@ from torch import Tensor
 import weightclip as wc
 from weightclip.engine import _criterion, _gate, _independence, _install
 from weightclip.engine._step import Training
-from weightclip.factors._rows import Layout, RowTable
+from weightclip.factors._passes import Layout, RowTable
 
 Patch = pytest.MonkeyPatch
 MUTANTS = Mutants()

@@ -9,13 +9,13 @@ from weightclip.factors import _recurrent as _recurrent
 from weightclip.factors import _routes as _routes  # and this the products of operators
 from weightclip.factors._collector import Collector as Collector
 from weightclip.factors._collector import Entry as Entry
-from weightclip.factors._collector import Limits as Limits
 from weightclip.factors._conv import conv_weights as conv_weights
 from weightclip.factors._copies import Copied as Copied
 from weightclip.factors._kinds import Measure as Measure
 from weightclip.factors._limits import BOUND as BOUND
 from weightclip.factors._limits import CAP as CAP
 from weightclip.factors._limits import Eager as Eager
+from weightclip.factors._limits import Limits as Limits
 from weightclip.factors._limits import Product as Product
 from weightclip.factors._limits import is_plain as is_plain
 from weightclip.factors._limits import plain_forward as plain_forward

@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from weightclip.factors._collect import collect
 from weightclip.factors._limits import (
     BOUND,
     CAP,
@@ -19,6 +18,7 @@ from weightclip.factors._limits import (
     squared_norm,
     wide,
 )
+from weightclip.factors._passes import collect
 from weightclip.factors.kernels._products import channel_scale, fits, record_sums
 
 

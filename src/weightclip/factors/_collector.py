@@ -19,14 +19,11 @@ from torch import Tensor
 from weightclip._device import wake_backward_thread
 from weightclip.errors import ContractError
 from weightclip.factors import _kinds
-from weightclip.factors._collect import Sink
-from weightclip.factors._joint import Use, norm_over
+from weightclip.factors._joint import Own, norm_over, own_gradients
 from weightclip.factors._limits import BOUND, CAP, COTANGENT, RADIUS, SMALLEST, cap_scale, no_autocast, record_scale
-from weightclip.factors._own import own_gradients
 from weightclip.factors._part import Part
-from weightclip.factors._passes import Passes
+from weightclip.factors._passes import RECORDS, Layout, Passes, RowTable, Sink
 from weightclip.factors._record_norms import CHEAPEST
-from weightclip.factors._rows import RECORDS, Layout, RowTable
 
 _TINY = 1e-30
 _NAMES = ("weight", "bias")
@@ -87,49 +84,47 @@ class Entry:
         return self.joint is not None or (self.uses != 1 and self.capped())
 
 
-class Limits:
-    """The limits of all private layers, in one table, so that those which follow the weights are set in one go.
+@dataclass
+class Use:
+    """Both factors of one use, kept until the pass is over. Records on dimension 0, each with ``m`` rows."""
 
-    Args:
-        layers: Private layers in the order of the sensitivities.
-        moving: Which of them are limited to their sensitivities; the others keep caps of their own.
-        shares: What part of a layer's sensitivity its limit is.
+    entry: Any
+    part: Any
+    x: Tensor
+    d: Tensor
+    conf: Sequence[int]
+    m: int = 1
+    own: Own | None = None  # its records' gradients, if they were formed for their norms
 
-    Formal guarantees:
-        A limit is its layer's sensitivity, for which the noise of the same release is scaled, divided by the room for
-        rounding that is part of it: norms, scales and sums may round by that much, and still no record moves the
-        layer's sum by more than the sensitivity.
-    """
+    @property
+    def turned(self) -> bool:
+        """Whether the parameter is the transposed weight of the product."""
+        return getattr(self.part, "turned", False)
 
-    def __init__(self, layers: Sequence[Any], moving: Sequence[bool], shares: Sequence[float]) -> None:
-        self.shares = list(shares)
-        self.table = torch.stack([layer._wc_limits for layer in layers])
-        self.caps = self.table[:, 2]
-        self.moving = [i for i, moves in enumerate(moving) if moves]
-        self._places = [self.caps[i] for i in self.moving]
-        self._constant: Tensor | None = None
-        self._mask = torch.tensor(list(moving), device=self.table.device)
-        self._shares = torch.tensor(self.shares, dtype=torch.float64, device=self.table.device)
-        for layer, row in zip(layers, self.table, strict=True):
-            layer.__dict__["_wc_limits"] = row
+    def grouped(self) -> tuple[Tensor, Tensor, Sequence[int]]:
+        """The factors with one row for each record."""
+        if self.m == 1:
+            return self.x, self.d, self.conf
+        return self.part._wc_form.grouped(self.x, self.d, self.conf, self.m)
 
-    @torch.no_grad()
-    def set(self, sensitivities: Tensor, constant: bool = False) -> None:
-        """Limits of the release with these sensitivities; nothing waits for a device.
+    def scaled(self, scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Sums over records for these scales of records."""
+        if self.own is not None:
+            return self.own.sums(scale, self.part.weight)
+        rows = scale if scale is None or self.m == 1 else scale.repeat_interleave(self.m)
+        return self.part._wc_form.sums(self.part, self.x, self.d, rows, self.conf)
 
-        ``constant``: the very same numbers as whenever this tensor comes, so that once is enough.
-        """
-        if not self.moving or sensitivities is self._constant:  # bounds that no weight enters stay what they are
-            return
-        if sensitivities.is_cpu:
-            values = sensitivities.tolist()
-            for i, place in zip(self.moving, self._places, strict=True):
-                place.fill_(values[i] * self.shares[i])
-            self._constant = sensitivities if constant else None
-            return
-        self._constant = None
-        values = sensitivities * self._shares
-        self.caps.copy_(values if len(self.moving) == len(self.shares) else torch.where(self._mask, values, self.caps))
+    def key(self) -> Any:
+        """What the use shares with other uses: the parameter, or the block of it."""
+        parameter = getattr(self.part, "parameter", None)
+        return id(self.part.weight if parameter is None else parameter), getattr(self.part, "rows", None)
+
+
+def _together(norms: Sequence[tuple[Tensor, float]]) -> Tensor:
+    """B_i: the root of sum_k (||g_k||/t_k)^2 of each record, from the norms and thresholds of layers."""
+    if len({(norm.dtype, t) for norm, t in norms}) == 1:  # the usual case: one operator for all layers, the same bits
+        return (torch.stack([norm for norm, _ in norms]) / norms[0][1]).square().sum(0).sqrt()
+    return torch.stack([(norm / t).square() for norm, t in norms]).sum(0).sqrt()
 
 
 class Collector:
@@ -254,7 +249,7 @@ class Collector:
                     use.x, use.d = use.x.clone(), use.d.clone()
                 self._waiting.append(use)
             elif entry.taken <= max(1, entry.uses):
-                if entry.capped():
+                if entry.capped() and use.part._wc_product.dtype == torch.float32:
                     use.own = own_gradients(use.part, *use.grouped(), use.part._wc_kind)
                 if use.own is None:
                     self._add(use, self._masked(self._scale(entry, use), d))
@@ -267,10 +262,10 @@ class Collector:
         """One use, records in front; refuses rows that belong to no record (SOUNDNESS section 7, condition b)."""
         assert self.rows is not None
         layout = RECORDS
-        kind, table = _kinds.kind_of(part), self.passes.table
+        kind, table = part._wc_form, self.passes.table
         if table is not None and kind is not _kinds.COPIED:
             layout = table.find(part, x.shape, self.rows)
-            if layout is not None and layout.m == 0:  # folded by factors._apply
+            if layout is not None and layout.m == 0:  # folded by factors._layers
                 layout = Layout(0, x.shape[0] // max(1, self.rows))
         whole = layout is not None and all(t.shape[layout.dim] == self.rows * layout.m for t in (x, d))
         if layout is None or not whole or (layout.dim and kind in (_kinds.CONV, _kinds.CHANNELS)):
@@ -293,14 +288,15 @@ class Collector:
         """Scale of each record, so that all uses of the layer together keep its limit."""
         part, (x, d, conf) = use.part, use.grouped()
         if entry.uses == 1 and entry.measure is None:
-            return _kinds.scale(part, x, d, part._wc_counter, conf)
+            return part._wc_form.scale(part, x, d, part._wc_counter, conf)
         limits, flags = part._wc_limits, part._wc_flags
-        both = _kinds.factors(part, x, d, conf)
+        both: tuple[Tensor, Tensor] = part._wc_form.factors(part, x, d, conf)
         scale = record_scale(*both, limits, flags & ~CAP, part._wc_counter)
         if flags & BOUND:
-            norm = _kinds.certified(part, x, d, both, entry.measure, conf)
+            free = entry.measure is None
+            norm = both[0] * both[1] if free else part._wc_form.certified(part, x, d, both, entry.measure, conf)
         else:
-            norm = _kinds.norm(part, x, d, part._wc_kind, conf)
+            norm = part._wc_form.norm(part, x, d, part._wc_kind, conf)
         left = limits[2] if entry.spent is None else (limits[2] - entry.spent).clamp(min=0)
         scale = cap_scale(scale, norm, *both, left, part._wc_counter)
         used = torch.where(scale > 0, scale * norm, 0.0)
@@ -317,18 +313,18 @@ class Collector:
         for use in waiting:
             entries.setdefault(id(use.entry), []).append(use)
         with no_autocast(waiting[0].d.device.type):
-            joint = []
+            joint: list[tuple[Tensor, float]] = []
             for uses in entries.values():
                 entry = uses[0].entry
                 way = self.caps if entry.joint is not None else entry.layer._wc_kind
                 total = norm_over(uses, way)
                 if entry.joint is not None:
-                    joint.append((total / entry.joint).square())
+                    joint.append((total, entry.joint))
                 else:
                     self._add_all(uses, total / entry.layer._wc_limits[2])
             if joint:
                 shared = [use for use in waiting if use.entry.joint is not None]
-                self._add_all(shared, torch.stack(joint).sum(0).sqrt())
+                self._add_all(shared, _together(joint))
 
     def _add_all(self, uses: Sequence[Use], total: Tensor) -> None:
         """Uses with one limit, of which each record's norm takes ``total``."""

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._collect import collect
 from weightclip.factors._limits import (
     BOUND,
     CAP,
@@ -28,6 +27,7 @@ from weightclip.factors._limits import (
     unchunked,
     wide,
 )
+from weightclip.factors._passes import collect
 from weightclip.factors._record_norms import CHANNEL, FREE, Geometry, conv_record_norm
 from weightclip.factors.kernels._products import (
     fits,

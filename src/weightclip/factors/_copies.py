@@ -17,10 +17,8 @@ from torch import Tensor
 
 from weightclip._torch import reshaped_copy_of, tree_flatten, tree_unflatten, without_overrides
 from weightclip.errors import ContractError
-from weightclip.factors._collect import collect
 from weightclip.factors._part import Part
-from weightclip.factors._passes import Passes
-from weightclip.factors._rows import NONE
+from weightclip.factors._passes import NONE, Passes, collect
 
 LARGEST = 2**20  # entries of a parameter that is copied for every record
 ROUTES: dict[Any, Any] = {}  # operators with products of their own (factors._routes)

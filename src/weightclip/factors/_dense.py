@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._collect import collect
 from weightclip.factors._limits import (
     BOUND,
     CAP,
@@ -25,6 +24,7 @@ from weightclip.factors._limits import (
     transforming,
     unchunked,
 )
+from weightclip.factors._passes import collect
 from weightclip.factors.kernels._products import (
     dense_gradient,
     fits,
@@ -48,7 +48,7 @@ def dense_scale(
         return None
     places = math.prod(x.shape[1:-1])
     free = places == 1 or not flags & CAP or bool(flags & BOUND)
-    if free and counter is None and fits_scale(x, d, flags & 7):
+    if free and counter is None and x.is_cuda and fits_scale(x, d, flags & 7):
         return fused_scale(x, d, limits, flags & 7, beta**2 * places)
     if not free and counter is None and flags & 7 == CAP:
         norm = dense_norm(x, d, beta, product)  # not finite where a factor is not
@@ -69,14 +69,14 @@ def dense_norm(x: Tensor, d: Tensor, beta: float, product: torch.dtype) -> Tenso
     """Norm of each record's gradient: exact for one position, by tiles or position Grams for several."""
     if math.prod(x.shape[1:-1]) > 1:
         return tile_norms(*_rows(x, d), beta) if _tiled(x, d, product) else position_gram(x, d, beta, product)
-    if fits_scale(x, d, 1):
+    if x.is_cuda and fits_scale(x, d, 1):
         return fused_norms(x, d, beta**2)
     return (squared_norm(x) + beta**2).sqrt() * squared_norm(d).sqrt()
 
 
 def _tiled(x: Tensor, d: Tensor, product: torch.dtype) -> bool:
     """Whether tensor cores form the product of one record at a time."""
-    if product != torch.float32:
+    if product != torch.float32 or not x.is_cuda:
         return False
     return fits_tiles(x, d, math.prod(x.shape[1:-1]), convolution=False)
 
@@ -103,7 +103,7 @@ def position_gram(x: Tensor, d: Tensor, beta: float, product: torch.dtype = torc
 
 def dense_product(x: Tensor, d: Tensor, scale: Tensor | None, dtype: torch.dtype, chunk: int) -> Tensor:
     """sum_i scale_i delta_i x_i^T, in ``dtype``, optionally in chunks of records summed in float64."""
-    if dtype == torch.float64 and fits(x, d):
+    if dtype == torch.float64 and x.is_cuda and fits(x, d):
         return dense_gradient(x, d, scale)[0]
     d, x = masked(d, scale, True), masked(x, scale, False)
     dtype = torch.promote_types(dtype, x.dtype)  # values of a float64 model may lie beyond float32
@@ -135,7 +135,7 @@ def _in_blocks(x: Tensor, d: Tensor) -> Tensor:
 
 def bias_product(d: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """sum_i scale_i delta_i over records and positions, channels last."""
-    if fits(d, d):
+    if d.is_cuda and fits(d, d):
         return record_sums(d.reshape(d.shape[0], -1, d.shape[-1]).transpose(1, 2), scale)[0]
     d = masked(d, scale, True)
     return _flat(d).sum(0, dtype=torch.promote_types(dtype, torch.float64))
@@ -158,7 +158,7 @@ def dense_sums(
     if product == (torch.float32, 1) and wanted[0] and _tiled(x, d, torch.float32):
         weight = tile_sums(*_rows(x, d), scale, stored=like.dtype)[:, :, 0, 0]
         return laid_out(weight, like), bias_product(d, scale, torch.float64) if wanted[1] else None
-    by_kernel, (dtype, chunk) = fits(x, d), of_one_record(product, x)
+    by_kernel, (dtype, chunk) = x.is_cuda and fits(x, d), of_one_record(product, x)
     if scale is not None and not by_kernel:  # scaled once for both gradients
         x, d, scale = *both_masked(x, d, scale), None
     if by_kernel and dtype == torch.float64 and wanted[0]:

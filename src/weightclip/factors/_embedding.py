@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._collect import collect
 from weightclip.factors._limits import (
     BOUND,
     CAP,
@@ -20,6 +19,7 @@ from weightclip.factors._limits import (
     record_scale,
     squared_norm,
 )
+from weightclip.factors._passes import collect
 
 
 def embedding_factors(ids: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:

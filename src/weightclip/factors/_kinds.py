@@ -100,7 +100,12 @@ class Kind(ABC):
         """Each record's own gradient of weight and (times beta) bias, in float64: for small parameters."""
 
     def certified(self, part: Any, x: Tensor, d: Tensor, both: Factors, measure: Measure, conf: Conf) -> Tensor:
-        """A bound of each record's gradient in the certificate's ``measure``; by default from l2 norms."""
+        """The bound of each record's gradient that a true certificate keeps below its limit (SOUNDNESS section 7).
+
+        Chains in p = inf bound ||delta||_1 and the largest patch or position; a K-norm mechanism's bounds are
+        entrywise. Each is a valid bound of the norm the noise is scaled for, and so is the smaller of two. By default
+        from l2 norms.
+        """
         return (1.0 if measure.entrywise is None else measure.size) * both[0] * both[1]
 
 
@@ -285,40 +290,3 @@ def _entrywise(product: Tensor, x: Tensor, d: Tensor, beta: float, by_one: bool,
 
 DENSE, OUTER, CONV, EMBEDDING, COPIED = _Dense(), _Outer(), _Conv(), _Embedding(), _Copied()
 CHANNELS, TRAILING = _Affine(True), _Affine(False)
-
-
-def kind_of(part: Any) -> Kind:
-    """The kind of a private layer's (or one part's) products."""
-    return part._wc_form
-
-
-# what the collector calls: one place for each question
-
-
-def factors(part: Any, x: Tensor, d: Tensor, conf: Conf = ()) -> Factors:
-    """Norms of both factors of each record, as the certificate bounds them for p = 2."""
-    return kind_of(part).factors(part, x, d, conf)
-
-
-def norm(part: Any, x: Tensor, d: Tensor, kind: int, conf: Conf = ()) -> Tensor:
-    """Norm of each record's gradient (weight and beta times bias): exact, or a bound where ``kind`` says so."""
-    return kind_of(part).norm(part, x, d, kind, conf)
-
-
-def scale(part: Any, x: Tensor, d: Tensor, counter: Counts | None, conf: Conf = ()) -> Tensor | None:
-    """Scale of each record for a layer that is used once and has its limits for itself."""
-    return kind_of(part).scale(part, x, d, counter, conf)
-
-
-def sums(part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf = ()) -> Sums:
-    """sum_i scale_i (gradient of record i) of weight and bias; None for one that is not trained."""
-    return kind_of(part).sums(part, x, d, scales, conf)
-
-
-def certified(part: Any, x: Tensor, d: Tensor, both: Factors, measure: Measure | None, conf: Conf = ()) -> Tensor:
-    """The bound of each record's gradient norm that a true certificate keeps below its limit (SOUNDNESS section 7).
-
-    Chains in p = inf bound ||delta||_1 and the largest patch or position; a K-norm mechanism's bounds are entrywise.
-    Each is a valid bound of the norm the noise is scaled for, and so is the smaller of two.
-    """
-    return both[0] * both[1] if measure is None else kind_of(part).certified(part, x, d, both, measure, conf)

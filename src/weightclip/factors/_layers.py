@@ -1,4 +1,4 @@
-"""Private forms of the layers of torch whose products are one kind each."""
+"""The forward of every private product, and the private forms of the layers of torch with one kind of product each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,97 @@ from torch import Tensor, nn
 from weightclip import nn as wnn
 from weightclip.errors import ContractError
 from weightclip.factors._affine import AffineFunction
-from weightclip.factors._apply import apply as _apply
-from weightclip.factors._apply import convolved, multiplied
-from weightclip.factors._conv import ConvFunction
+from weightclip.factors._conv import ConvFunction, laid_as
+from weightclip.factors._copies import Copied, plain
 from weightclip.factors._dense import DenseFunction
 from weightclip.factors._embedding import EmbeddingFunction
 from weightclip.factors._kinds import CHANNELS, CONV, DENSE, EMBEDDING, OUTER, TRAILING, first_of
-from weightclip.factors._limits import is_plain
+from weightclip.factors._limits import as_multiplied, eager_twin, is_plain, transforming
+from weightclip.factors._passes import Passes
 from weightclip.factors._swap import FORMS, Private, is_active
+
+EAGER: dict[Any, Any] = {f: eager_twin(f) for f in (AffineFunction, ConvFunction, DenseFunction, EmbeddingFunction)}
+
+_MULTIPLY = (ConvFunction, DenseFunction)
+
+
+def apply(function: Any, part: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *conf: Any) -> Tensor:
+    """The native forward; its backward hands both factors to the engine, or returns the limited product (audits).
+
+    ``part`` is the private layer, or the part of it whose product this is. An input without records (position ids, say)
+    is copied for every record, and so is the result (SOUNDNESS section 12).
+    """
+    sink = part._wc_sink
+    passes: Passes | None = None if sink is None else sink.passes
+    if passes is not None and passes.noting is not None:
+        return _noted(function, part, x, weight, bias, passes, conf)
+    if not torch.is_grad_enabled():  # no backward to bound; torch.compile could not trace the Function here
+        return function.forward(x, weight, bias, None, 0, None, *conf)
+    compiling = torch.compiler.is_compiling()
+    if sink is None or not sink.on or (not compiling and transforming()):
+        way = None, 0, part._wc_limits
+    else:
+        if not compiling:
+            sink.check(getattr(part, "parameter", part.weight))
+        # parameters take no part in autograd: what links this layer to the backward pass is the engine's anchor
+        weight, bias = weight.detach(), bias if bias is None else bias.detach()
+        way = part._wc_token, sink.key, sink.anchor
+        if passes is not None and (isinstance(x, Copied) or (part._wc_lone and passes.is_copy(part, x.dim()))):
+            return _copied(function, part, x, weight, bias, passes, (*way, *conf))
+    chosen = function if compiling or transforming() else EAGER[function]
+    return chosen.apply(x, weight, bias, *way, *conf)
+
+
+def multiplied(x: Tensor) -> Tensor:
+    """An input in the type autocast multiplies it in (:func:`as_multiplied`); copies are cast when they are used."""
+    return x if isinstance(x, Copied) else as_multiplied(x)
+
+
+def convolved(x: Tensor, kernel: Tensor) -> Tensor:
+    """The same for a convolution, laid out as its kernel is."""
+    return x if isinstance(x, Copied) else laid_as(as_multiplied(x), kernel)
+
+
+def _copied(
+    function: Any, part: Any, x: Tensor, weight: Tensor, bias: Tensor | None, passes: Passes, conf: tuple[Any, ...]
+) -> Tensor:
+    """The product of an input without records: one for every record."""
+    if torch.compiler.is_compiling():
+        raise ContractError(f"{_name(part)} runs on an input without records, which needs an uncompiled model.")
+    each = x.copies() if isinstance(x, Copied) else x.unsqueeze(0).expand(passes.records, *x.shape)
+    each = as_multiplied(each) if function in _MULTIPLY else each
+    rows, fixed = each.shape[:2], function in (ConvFunction, AffineFunction)
+    if function is AffineFunction and x.dim() == weight.dim():
+        raise ContractError(f"{_name(part)} runs on one vector without records: give it a dimension in front.")
+    # where dimensions are counted from the front, the input's own first one stays in front, folded into the records
+    y = EAGER[function].apply(each.flatten(0, 1) if fixed else each, weight, bias, *conf)
+    y = y.unflatten(0, rows) if fixed else y
+    return Copied.of(y.detach()[0], passes, passes.place("layer", part), y)
+
+
+def _noted(
+    function: Any, part: Any, x: Tensor, weight: Tensor, bias: Tensor | None, passes: Passes, conf: tuple[Any, ...]
+) -> Tensor:
+    """A run on public records: the input's shape is noted, and a result without records is followed further."""
+    if not passes.deep:
+        passes.note(part, x.shape, _name(part))
+    y = function.forward(plain(x), weight, bias, None, 0, None, *conf)
+    if passes.deep and passes.is_copy(part, x.dim()):
+        place = passes.place("layer", part)
+        passes.names.setdefault(place, f"the output of {_name(part)}")
+        return Copied.of(y, passes, place, None)
+    return y
+
+
+def _name(part: Any) -> str:
+    layer = getattr(part, "layer", part)
+    name = type(layer)._wc_native.__name__
+    return f"a {name} layer" if layer is part else f"parameter '{part.name}' of a {name} layer"
+
+
+def confs(part: Any) -> tuple[Any, ...]:
+    """What every product's Function is told of limits and types."""
+    return part._wc_flags, part._wc_beta, part._wc_product.dtype, part._wc_product.chunk
 
 
 class _Linear(Private):
@@ -31,7 +114,7 @@ class _Linear(Private):
         layer: Any = self
         if is_plain():
             return F.linear(input, layer.weight, layer.bias)
-        return _apply(DenseFunction, self, multiplied(input), layer.weight, layer.bias, *self._conf())
+        return apply(DenseFunction, self, multiplied(input), layer.weight, layer.bias, *confs(self))
 
 
 class _Bilinear(Private):
@@ -45,7 +128,7 @@ class _Bilinear(Private):
         if is_plain():
             return F.bilinear(input1, input2, layer.weight, layer.bias)
         x = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2)
-        return _apply(DenseFunction, self, multiplied(x), layer.weight.flatten(1), layer.bias, *self._conf())
+        return apply(DenseFunction, self, multiplied(x), layer.weight.flatten(1), layer.bias, *confs(self))
 
 
 class _Conv(Private):
@@ -74,8 +157,8 @@ class _Conv(Private):
             if padding == "same":
                 input = F.pad(input, conv._reversed_padding_repeated_twice)
             padding = (0,) * axes
-        y = _apply(
-            ConvFunction, self, convolved(input, conv.weight), self._kernel(), conv.bias, *self._conf(), conv.stride,
+        y = apply(
+            ConvFunction, self, convolved(input, conv.weight), self._kernel(), conv.bias, *confs(self), conv.stride,
             padding, conv.dilation, conv.groups, False, (0,) * axes,
         )  # fmt: skip
         return y.squeeze(0) if single else y
@@ -124,8 +207,8 @@ class _ConvTranspose(Private):
         extra = conv._output_padding(
             input, output_size, conv.stride, conv.padding, conv.kernel_size, axes, conv.dilation
         )
-        return _apply(
-            ConvFunction, self, convolved(input, conv.weight), conv.weight, conv.bias, *self._conf(), conv.stride,
+        return apply(
+            ConvFunction, self, convolved(input, conv.weight), conv.weight, conv.bias, *confs(self), conv.stride,
             conv.padding, conv.dilation, conv.groups, True, tuple(extra),
         )  # fmt: skip
 
@@ -138,7 +221,7 @@ class _Embedding(Private):
     def _rows(self, input: Tensor) -> Tensor:
         layer: Any = self
         flags, product = self._wc_flags, self._wc_product.dtype
-        return _apply(EmbeddingFunction, self, input, layer.weight, None, flags, layer.padding_idx, product)
+        return apply(EmbeddingFunction, self, input, layer.weight, None, flags, layer.padding_idx, product)
 
     def forward(self, input: Tensor) -> Tensor:
         """Native forward."""
@@ -186,7 +269,7 @@ class _Norm(Private):
             return self._wc_native.forward(self, input)  # type: ignore[arg-type]
         x, first = self._normalised(input), first_of(layer, input)
         bias = getattr(layer, "bias", None)
-        return _apply(AffineFunction, self, x, layer.weight, bias, self._wc_flags, self._wc_beta, first)
+        return apply(AffineFunction, self, x, layer.weight, bias, self._wc_flags, self._wc_beta, first)
 
 
 class _ChannelNorm(_Norm):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +56,51 @@ class Product:
             return self
         alone = isinstance(layer, (ConvNd, nn.Linear)) if device.type == "cuda" else isinstance(layer, ConvNd)
         return Product(torch.float32, 1) if alone else Product(torch.float64, 0)
+
+
+class Limits:
+    """The limits of all private layers, in one table, so that those which follow the weights are set in one go.
+
+    Args:
+        layers: Private layers in the order of the sensitivities.
+        moving: Which of them are limited to their sensitivities; the others keep caps of their own.
+        shares: What part of a layer's sensitivity its limit is.
+
+    Formal guarantees:
+        A limit is its layer's sensitivity, for which the noise of the same release is scaled, divided by the room for
+        rounding that is part of it: norms, scales and sums may round by that much, and still no record moves the
+        layer's sum by more than the sensitivity.
+    """
+
+    def __init__(self, layers: Sequence[Any], moving: Sequence[bool], shares: Sequence[float]) -> None:
+        self.shares = list(shares)
+        self.table = torch.stack([layer._wc_limits for layer in layers])
+        self.caps = self.table[:, 2]
+        self.moving = [i for i, moves in enumerate(moving) if moves]
+        self._places = [self.caps[i] for i in self.moving]
+        self._constant: Tensor | None = None
+        self._mask = torch.tensor(list(moving), device=self.table.device)
+        self._shares = torch.tensor(self.shares, dtype=torch.float64, device=self.table.device)
+        for layer, row in zip(layers, self.table, strict=True):
+            layer.__dict__["_wc_limits"] = row
+
+    @torch.no_grad()
+    def set(self, sensitivities: Tensor, constant: bool = False) -> None:
+        """Limits of the release with these sensitivities; nothing waits for a device.
+
+        ``constant``: the very same numbers as whenever this tensor comes, so that once is enough.
+        """
+        if not self.moving or sensitivities is self._constant:  # bounds that no weight enters stay what they are
+            return
+        if sensitivities.is_cpu:
+            values = sensitivities.tolist()
+            for i, place in zip(self.moving, self._places, strict=True):
+                place.fill_(values[i] * self.shares[i])
+            self._constant = sensitivities if constant else None
+            return
+        self._constant = None
+        values = sensitivities * self._shares
+        self.caps.copy_(values if len(self.moving) == len(self.shares) else torch.where(self._mask, values, self.caps))
 
 
 class Counts(Protocol):

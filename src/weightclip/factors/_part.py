@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightclip.factors._collect import Sink
 from weightclip.factors._kinds import Kind
+from weightclip.factors._passes import Sink
 
 
 @dataclass(eq=False)

@@ -1,21 +1,107 @@
-"""What private layers and copied parameters know of the pass that is running: how many records, and who has which rows.
+"""The pass that is running: whose rows are whose (SOUNDNESS section 7, condition b), and where its products go.
 
-Found out once, on public records, before anything is trained (:meth:`Passes.discover`).
+Which dimension of a tensor holds the records, and how many rows each has, is found by running the model on two numbers
+of public records (:meth:`Passes.discover`): the one dimension that grows with them is theirs. What was found is what
+every later pass must repeat; anything else is refused.
+
+A private layer of a running engine returns no weight gradient to autograd: its backward hands both factors of the
+product to the engine's collector (:func:`collect`), which limits each record and adds the sum to the release. Nothing
+lies between the product and the release that could multiply it: no chain to a parameter, no hook, no second derivative
+(condition c).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weightclip._torch import tensors_of
 from weightclip.errors import ContractError
 from weightclip.factors._limits import is_plain
-from weightclip.factors._rows import NONE, RECORDS, SIZES, Layout, RowTable
+
+SIZES = ((7, 2), (5, 3))  # numbers of public records; a model may not take every one
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows i*m .. (i+1)*m - 1 of dimension ``dim`` are record i's; m = 0: no dimension holds records."""
+
+    dim: int = 0
+    m: int = 1
+
+
+RECORDS, NONE = Layout(), Layout(0, 0)
+
+
+def layout_between(
+    one: Sequence[int], other: Sequence[int], sizes: tuple[int, int] = SIZES[0]
+) -> Layout | None:  # fmt: skip
+    """The layout of a tensor that has these shapes for these numbers of records; None if there is none."""
+    if len(one) != len(other):
+        return None
+    grown = [k for k, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+    if not grown:
+        return NONE
+    (a, b), (many, few) = (one[grown[0]], other[grown[0]]), sizes
+    fits = len(grown) == 1 and a % many == 0 and a // many * few == b
+    return Layout(grown[0], a // many) if fits else None
+
+
+@dataclass
+class RowTable:
+    """What two runs found: the layouts of each place's tensors, by their number of dimensions.
+
+    A place is whatever names a use: a private layer, or an argument of an operator on a copied parameter.
+    """
+
+    sizes: tuple[int, int] = SIZES[0]
+    layouts: dict[tuple[Hashable, int], set[Layout]] = field(default_factory=dict)
+    uses: dict[Hashable, int] = field(default_factory=dict)
+
+    def learn(self, one: dict[Hashable, list], other: dict[Hashable, list], names: dict[Hashable, str]) -> None:
+        """Compare the shapes that the runs noted, place by place."""
+        for place in one.keys() | other.keys():
+            many, few = one.get(place, []), other.get(place, [])
+            name, (n, k) = names.get(place, "a layer"), self.sizes
+            if len(many) != len(few):
+                raise ContractError(
+                    f"{name} is used {len(many)} times for {n} records and {len(few)} times for {k}: what runs must "
+                    "not depend on the batch size."
+                )
+            self.uses[place] = len(many)
+            for a, b in zip(many, few, strict=True):
+                found = layout_between(a, b, self.sizes)
+                if found is None:
+                    raise ContractError(
+                        f"{name} gets a tensor of shape {tuple(a)} for {n} records and {tuple(b)} for {k}: one "
+                        "dimension must hold the records, each with as many rows."
+                    )
+                self._add(place, len(a), found, names)
+                if found == NONE:  # every record gets its own copy, in front
+                    self._add(place, len(a) + 1, RECORDS, names)
+
+    def _add(self, place: Hashable, dims: int, layout: Layout, names: dict[Hashable, str]) -> None:
+        known = self.layouts.setdefault((place, dims), set())
+        known.add(layout)
+        if len({(k.dim, k.m == 0) for k in known}) > 1:
+            raise ContractError(
+                f"{names.get(place, 'a layer')} gets records on different dimensions of tensors with {dims} "
+                "dimensions: keep records on dimension 0."
+            )
+
+    def find(self, place: Hashable, shape: Sequence[int], records: int) -> Layout | None:
+        """The layout of a tensor at this place, if it is one that was found."""
+        for layout in self.layouts.get((place, len(shape)), ()):
+            if layout.m == 0 or shape[layout.dim] == records * layout.m:
+                return layout
+        return None
 
 
 class Passes:
@@ -168,3 +254,90 @@ class Passes:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Passes, ()
+
+
+_keys = itertools.count(1)
+_sinks: weakref.WeakValueDictionary[int, Sink] = weakref.WeakValueDictionary()
+
+
+class Sink:
+    """Where the products of one layer go.
+
+    Attributes:
+        key: Its number; compiled graphs know it by that.
+        on: Whether products are collected; audits switch it off to differentiate the limited product itself.
+        anchor: What links the layer to a backward pass in place of its parameters, which autograd never sees.
+        weights: The layer's parameters: nothing else may sit in their places.
+        passes: What is known of the running pass.
+    """
+
+    def __init__(
+        self, layer: nn.Module, anchor: Tensor, take: Callable[[Tensor, Tensor, bool, Sequence[int]], None],
+        passes: Passes | None = None,
+    ) -> None:  # fmt: skip
+        self.key, self.on, self.anchor, self.take, self.passes = next(_keys), True, anchor, take, passes
+        self.weights = {id(p): p.data_ptr() for p in layer.parameters(recurse=False)}
+        self.parts: dict[Any, Any] = {}  # of a layer with several products, by what tells them apart
+        self.attach: Callable[[Any], Sink] | None = None  # gives one more part its way to the collector
+        _sinks[self.key] = self
+
+    def know(self, weights: Iterable[Tensor]) -> None:
+        """These stand in the places of the layer's parameters while it runs (``fully_shard``), and nothing else."""
+        self.weights = {id(p): -1 for p in weights}
+
+    def check(self, weight: Tensor) -> None:
+        """Only the parameter itself may be multiplied with inputs here, not a multiple of it."""
+        if id(weight) not in self.weights and weight.data_ptr() not in self.weights.values():
+            raise ContractError(
+                "a private layer runs with another tensor in place of its parameter (functional_call, a "
+                "parametrisation, an assignment): the limited gradient belongs to the parameter. Call the model itself."
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copied model trains on its own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+def collect(key: int, token: Tensor, x: Tensor, d: Tensor, conf: Sequence[int] = ()) -> None:
+    """Hand the two factors of a product to the collector behind ``key``; called inside a layer's backward.
+
+    Args:
+        key: Number of the layer's sink.
+        token: A scalar that compiled graphs take for what is written, so that the call stays where it is.
+        x: Input factor, records on dimension 0.
+        d: Cotangent of the layer's output.
+        conf: Numbers of this use that the forward pass went by (a convolution's), whatever the layer says by now.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.weightclip.take(token, x, d, key, list(conf))
+        return
+    if torch.is_grad_enabled():
+        raise ContractError(
+            "a derivative of a private layer's gradient was asked for (create_graph=True, a gradient penalty): its "
+            "products are limited for first derivatives only. Remove that term, or leave the layer out of it."
+        )
+    _deliver(key, x, d, False, conf)
+
+
+def _deliver(key: int, x: Tensor, d: Tensor, borrowed: bool, conf: Sequence[int]) -> None:
+    sink = _sinks.get(key)
+    if sink is not None:  # an engine that is gone collects nothing
+        sink.take(x, d, borrowed, conf)
+
+
+def _take(token: Tensor, x: Tensor, d: Tensor, key: int, conf: list[int]) -> None:
+    """What a compiled backward calls: opaque to the compiler, which may use the memory of both factors again."""
+    _deliver(key, x, d, True, conf)
+
+
+# the plain way to define an operator: `custom_op` costs the host several times as much for every call
+_LIBRARY = torch.library.Library("weightclip", "FRAGMENT")
+_LIBRARY.define("take(Tensor(a!) token, Tensor x, Tensor d, int key, int[] conf) -> ()")
+_LIBRARY.impl("take", _take, "CompositeExplicitAutograd")
+torch.library.register_fake("weightclip::take", lambda token, x, d, key, conf: None, lib=_LIBRARY)

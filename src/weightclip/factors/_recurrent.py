@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from weightclip.errors import ContractError
-from weightclip.factors._collect import collect
 from weightclip.factors._copies import Copied
 from weightclip.factors._kinds import DENSE
 from weightclip.factors._part import Part, part_of
+from weightclip.factors._passes import collect
 from weightclip.factors._routes import dense
 from weightclip.factors._swap import FORMS, Private, is_active
 

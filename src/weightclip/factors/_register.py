@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from weightclip.errors import ContractError, WeightclipError
-from weightclip.factors._apply import apply
 from weightclip.factors._embedding import EmbeddingFunction
 from weightclip.factors._kinds import DENSE, EMBEDDING
+from weightclip.factors._layers import apply
 from weightclip.factors._part import part_of
 from weightclip.factors._routes import dense
 from weightclip.factors._swap import FORMS, Private, copied, forget_private_classes, is_active

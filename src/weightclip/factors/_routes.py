@@ -15,23 +15,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightclip._torch import weight_norm
 from weightclip.errors import ContractError
-from weightclip.factors._apply import apply, convolved, multiplied
 from weightclip.factors._conv import ConvFunction
 from weightclip.factors._copies import ROUTES, Copied, operate
 from weightclip.factors._dense import DenseFunction
 from weightclip.factors._embedding import EmbeddingFunction
 from weightclip.factors._kinds import CONV, DENSE, EMBEDDING
+from weightclip.factors._layers import apply, confs, convolved, multiplied
 from weightclip.factors._part import Part, part_of
 
 
 def _whole(value: Any) -> Part | None:
     """The part behind a copied parameter, if the value is the parameter itself."""
     return value._wc_part if isinstance(value, Copied) else None
-
-
-def confs(part: Any) -> tuple[Any, ...]:
-    """What every product's Function is told of limits and types."""
-    return part._wc_flags, part._wc_beta, part._wc_product.dtype, part._wc_product.chunk
 
 
 def dense(part: Part, x: Tensor) -> Tensor:

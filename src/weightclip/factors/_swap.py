@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from weightclip._torch import transforms_active
-from weightclip.factors._collect import Sink
 from weightclip.factors._copies import Copied
 from weightclip.factors._kinds import COPIED
 from weightclip.factors._limits import BOUND, CAP, COTANGENT, KIND_SHIFT, RADIUS, Product, is_plain
 from weightclip.factors._part import part_of
+from weightclip.factors._passes import Sink
 from weightclip.factors._record_norms import CHEAPEST
 
 _INF = float("inf")
@@ -47,9 +47,6 @@ class Private:
 
     def _get_name(self) -> str:
         return self._wc_native.__name__
-
-    def _conf(self) -> tuple[Any, ...]:
-        return self._wc_flags, self._wc_beta, self._wc_product.dtype, self._wc_product.chunk
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # the class is made at run time: a copy or a file names what it is made from

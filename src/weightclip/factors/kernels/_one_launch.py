@@ -33,7 +33,7 @@ def project(x: Tensor, radius: float) -> Tensor:
     """Each record's projection on the ball of ``radius`` (infinite: none); zeros where it is not finite.
 
     Formal guarantees:
-        Those of ``_gate.project_records``; each record is a program of its own.
+        Those of ``_entrance.project_records``; each record is a program of its own.
     """
     out, size = torch.empty_like(x), x.numel() // x.shape[0]
     launch(

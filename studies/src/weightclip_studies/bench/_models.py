@@ -109,6 +109,7 @@ def models() -> dict[str, Timed]:
         "mlp-deep": Timed(lambda: MLP(105, hidden=(64,) * 32, out_features=2), (105,), 2),
         "mlp-4096": Timed(lambda: MLP(1024, hidden=(4096, 4096), out_features=10), (1024,), 10),
         "encoder-base": Timed(Encoder, (128,), 2, tokens=30_522),
+        "encoder-thin": Timed(lambda: Encoder(100, 32, 4), (8,), 2, tokens=100),  # as many products, hardly arithmetic
         "encoder-tiny": Timed(lambda: Encoder(50, 16, 2, 1), (20,), 2, tokens=50),
         "resnet18": Timed(lambda: resnet((2, 2, 2, 2), bottleneck=False), (3, 224, 224), 1000),
         "resnet50": Timed(lambda: resnet((3, 4, 6, 3), bottleneck=True), (3, 224, 224), 1000),
