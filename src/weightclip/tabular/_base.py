@@ -65,6 +65,7 @@ class LipDP(BaseEstimator):
     # what a fit finds
     classes_: np.ndarray = field(init=False)
     n_features_in_: int = field(init=False)
+    feature_names_in_: np.ndarray = field(init=False)  # of tables whose columns have names
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

@@ -36,22 +36,28 @@ class Source(Protocol):
     @property
     def path(self) -> Path:
         """Where it is, for people."""
+        ...
 
     @property
     def is_text(self) -> bool:
         """Whether its values are text, whose types have to be inferred."""
+        ...
 
     def blocks(self, columns: Sequence[str] | None = None) -> Iterator[Block]:
         """Rows, some at a time, by column name."""
+        ...
 
     def header(self) -> list[str]:
         """Column names."""
+        ...
 
     def kinds(self) -> dict[str, Column]:
         """What is declared of its columns."""
+        ...
 
     def nested(self) -> set[str]:
         """Names of columns whose values are lists or records."""
+        ...
 
 
 @dataclass(frozen=True)
