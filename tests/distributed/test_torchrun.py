@@ -18,12 +18,21 @@ FULL = os.environ.get("WEIGHTCLIP_FULL") == "1"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp.py"
 
 
+def ended(done: subprocess.CompletedProcess[str]) -> bool:
+    """Whether a script came to its end.
+
+    Rarely (1 of about 60 runs) a thread of gloo still holds a tensor while Python shuts down, and torch aborts the
+    process (pytorch issue 90549, pull request 179291). Everything is printed and saved then, which the tests look at.
+    """
+    return done.returncode == 0 or "terminate called without an active exception" in done.stderr
+
+
 def run(folder: Path, *launcher: str) -> tuple[str, dict[str, torch.Tensor]]:
     """What the example prints, and the weights of its checkpoint."""
     environment = {**os.environ, "PYTHONPATH": str(Path(wc.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, str(EXAMPLE), "--epochs", "1", "--seed", "1", "--folder", str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert ended(done), done.stderr
     (weights,) = (folder / "checkpoint").glob("weights-*.safetensors")
     return done.stdout, {k: v for k, v in load_file(str(weights)).items() if k.startswith("model.")}
 
@@ -44,7 +53,7 @@ def launched(world: int, script: Path, *args: str) -> str:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world), "--standalone"]
     command = [sys.executable, *launcher, str(script), *args]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert ended(done), done.stderr
     return done.stdout
 
 
