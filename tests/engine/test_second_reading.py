@@ -12,7 +12,7 @@ from tests.holes import Net, moved, usual
 from torch import Tensor, nn
 
 import weightclip as wc
-from weightclip.factors import Collector, Entry, _kinds, make_layer_private
+from weightclip.factors import Collector, Entry, _conv, make_layer_private
 from weightclip.factors._affine import affine_factors
 from weightclip.factors._conv import Shape, numbers, patch_energies
 
@@ -183,9 +183,9 @@ def test_a_reservation_after_the_users_code_is_caught(monkeypatch: pytest.Monkey
 
 
 def test_norms_by_the_layers_attributes_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = _kinds.shape_of
+    right = _conv.shape_of
     monkeypatch.setattr(
-        _kinds, "shape_of", lambda layer, conf: replace(right(layer, conf), kernel=tuple(layer.kernel_size))
+        _conv, "shape_of", lambda layer, conf: replace(right(layer, conf), kernel=tuple(layer.kernel_size))
     )
     with pytest.raises((AssertionError, RuntimeError)):
         test_the_patch_norm_is_that_of_the_kernel_in_use()

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weightclip.factors import _joint, make_layer_private
+from weightclip.factors import _own, make_layer_private
 from weightclip.factors._conv import numbers
-from weightclip.factors._joint import own_gradients
 from weightclip.factors._record_norms import CHEAPEST, FREE
 
 _LAYERS = {
@@ -49,11 +48,11 @@ def test_they_are_autograd_s_and_so_are_norms_and_sums(name: str, long: bool, mo
     make_layer_private(layer, cap=1.0, beta=0.5)
     layer._wc_product = layer._wc_product.__class__(torch.float32, 1)  # what the engine chooses on the CPU
     if long:
-        monkeypatch.setattr(_joint, "_LONG", 0)
+        monkeypatch.setattr(_own, "_LONG", 0)
     else:
-        monkeypatch.setattr(_joint, "_ROOM", 2 * max(layer.weight.numel() * 5 // 2 + 1, 64))  # several chunks
+        monkeypatch.setattr(_own, "_ROOM", 2 * max(layer.weight.numel() * 5 // 2 + 1, 64))  # several chunks
     with torch.no_grad():
-        own = own_gradients(layer, x, d, conf, CHEAPEST)
+        own = layer._wc_form.own(layer, x, d, conf, CHEAPEST)
         assert own is not None and own.weight is not None
         norms = own.norm(0.5)
         scale = torch.tensor([0.3, 1.0, 0.0, 0.7, 0.2])
@@ -75,7 +74,7 @@ def test_a_norm_is_never_below_what_is_added():
     layer._wc_product = layer._wc_product.__class__(torch.float32, 1)
     x, d, conf = torch.randn(64, 3, 6, 6), torch.randn(64, 8, 4, 4), numbers((1, 1), (0, 0), (1, 1), 1, False, (0, 0))
     with torch.no_grad():
-        own = own_gradients(layer, x, d, conf, CHEAPEST)
+        own = layer._wc_form.own(layer, x, d, conf, CHEAPEST)
         assert own is not None and own.weight is not None and own.bias is not None
         parts = torch.cat([own.weight.double(), own.bias], 1)
     assert (own.norm(1.0).double() >= parts.norm(dim=1)).all()
@@ -88,7 +87,7 @@ def test_a_record_that_is_not_finite_adds_exact_zeros():
     x, d = torch.randn(3, 1, 3, 3), torch.randn(3, 2, 2, 2)
     x[1, 0, 0, 0] = float("inf")
     with torch.no_grad():
-        own = own_gradients(layer, x, d, numbers((1, 1), (0, 0), (1, 1), 1, False, (0, 0)), CHEAPEST)
+        own = layer._wc_form.own(layer, x, d, numbers((1, 1), (0, 0), (1, 1), 1, False, (0, 0)), CHEAPEST)
         assert own is not None
         assert not torch.isfinite(own.norm(1.0))[1]
         weight, bias = own.sums(torch.tensor([1.0, 0.0, 1.0]), layer.weight)
@@ -101,7 +100,7 @@ def test_other_ways_and_sizes_are_left_alone(monkeypatch: pytest.MonkeyPatch):
     layer._wc_product = layer._wc_product.__class__(torch.float32, 1)
     x, d, conf = torch.randn(3, 1, 3, 3), torch.randn(3, 2, 2, 2), numbers((1, 1), (0, 0), (1, 1), 1, False, (0, 0))
     with torch.no_grad():
-        assert own_gradients(layer, x, d, conf, FREE) is None
-        assert own_gradients(layer, x.double(), d.double(), conf, CHEAPEST) is None
-        monkeypatch.setattr(_joint, "_ROOM", 3 * 8 - 1)
-        assert own_gradients(layer, x, d, conf, CHEAPEST) is None
+        assert layer._wc_form.own(layer, x, d, conf, FREE) is None
+        assert layer._wc_form.own(layer, x.double(), d.double(), conf, CHEAPEST) is None
+        monkeypatch.setattr(_own, "_ROOM", 3 * 8 - 1)
+        assert layer._wc_form.own(layer, x, d, conf, CHEAPEST) is None

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.engine.test_caps_by_layer import gap
 
-from weightclip.factors import _joint
-from weightclip.factors._joint import Own
+from weightclip.factors import _own
+from weightclip.factors._own import Own
 
 
 def norm_without_bias(self, beta):
@@ -21,7 +21,7 @@ def sums_without_scale(self, scale, like):
 
 
 def sums_with_all_rows(self, scale, like):
-    weight, bias = (None if p is None else _joint._weighted(scale.double(), p) for p in (self.weight, self.bias))
+    weight, bias = (None if p is None else _own._weighted(scale.double(), p) for p in (self.weight, self.bias))
     return None if weight is None else weight.view(like.shape), bias
 
 

@@ -11,7 +11,7 @@ from weightclip.factors._collector import Collector as Collector
 from weightclip.factors._collector import Entry as Entry
 from weightclip.factors._conv import conv_weights as conv_weights
 from weightclip.factors._copies import Copied as Copied
-from weightclip.factors._kinds import Measure as Measure
+from weightclip.factors._kind import Measure as Measure
 from weightclip.factors._limits import BOUND as BOUND
 from weightclip.factors._limits import CAP as CAP
 from weightclip.factors._limits import Eager as Eager

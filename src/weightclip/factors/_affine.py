@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from weightclip.factors._kind import Conf, Factors, Kind, Sums
 from weightclip.factors._limits import (
     BOUND,
     CAP,
     Counts,
+    beta_of,
     cap_scale,
     masked,
     product_rounding,
     record_scale,
     squared_norm,
+    trained_input,
+    trains,
     wide,
 )
 from weightclip.factors._passes import collect
@@ -110,6 +115,44 @@ def by_channel(value: Tensor, first: int) -> Tensor:
     if first == 1:
         return value.reshape(*value.shape[:2], -1)  # also without positions
     return value.movedim(first, -1).reshape(value.shape[0], -1, value.shape[first]).transpose(1, 2)
+
+
+def first_of(part: Any, x: Tensor) -> int:
+    """The first dimension of an activation that a normalisation layer's parameters have."""
+    return x.dim() - part.weight.dim() if hasattr(part, "normalized_shape") else 1
+
+
+class Affine(Kind):
+    """The affine part of a normalisation: gamma * x + b, for x already normalised."""
+
+    def __init__(self, channels_first: bool) -> None:
+        self.channels_first = channels_first
+
+    def grouped(self, x: Tensor, d: Tensor, conf: Conf, m: int) -> tuple[Tensor, Tensor, Conf]:
+        x, d, conf = super().grouped(x, d, conf, m)
+        return (x.movedim(1, -1), d.movedim(1, -1), conf) if self.channels_first else (x, d, conf)
+
+    def factors(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> Factors:
+        return affine_factors(x, d, beta_of(part), free_dims(x, part.weight, first_of(part, x)))
+
+    def norm(self, part: Any, x: Tensor, d: Tensor, way: int, conf: Conf) -> Tensor:
+        dims = free_dims(x, part.weight, first_of(part, x))
+        return affine_record_norm(trained_input(part, x), d, dims, beta_of(part))
+
+    def scale(self, part: Any, x: Tensor, d: Tensor, counter: Counts | None, conf: Conf) -> Tensor | None:
+        limits, flags, dims = part._wc_limits, part._wc_flags, free_dims(x, part.weight, first_of(part, x))
+        return affine_scale(x, d, limits, flags, beta_of(part), dims, counter)
+
+    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
+        return affine_sums(x, d, scales, part.weight, first_of(part, x), trains(part))
+
+    def gradients(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> list[Tensor]:
+        dims, ds = free_dims(x, part.weight, first_of(part, x)), d.double()
+        both = [ds * x.double()] * trains(part)[0] + [beta_of(part) * ds] * trains(part)[1]
+        return [g.sum(dims) if dims else g for g in both]
+
+
+CHANNELS, TRAILING = Affine(True), Affine(False)
 
 
 class AffineFunction(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightclip.errors import ContractError
-from weightclip.factors._kinds import DENSE
+from weightclip.factors._dense import DENSE
 from weightclip.factors._part import part_of
 from weightclip.factors._routes import dense
 from weightclip.factors._swap import FORMS, Private, copied, is_active

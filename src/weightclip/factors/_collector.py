@@ -18,10 +18,23 @@ from torch import Tensor
 
 from weightclip._device import wake_backward_thread
 from weightclip.errors import ContractError
-from weightclip.factors import _kinds
-from weightclip.factors._joint import Own, norm_over, own_gradients
-from weightclip.factors._limits import BOUND, CAP, COTANGENT, RADIUS, SMALLEST, cap_scale, no_autocast, record_scale
-from weightclip.factors._part import Part
+from weightclip.factors._affine import CHANNELS
+from weightclip.factors._conv import CONV
+from weightclip.factors._joint import norm_over
+from weightclip.factors._kind import Measure
+from weightclip.factors._limits import (
+    BOUND,
+    CAP,
+    COTANGENT,
+    RADIUS,
+    SMALLEST,
+    beta_of,
+    cap_scale,
+    no_autocast,
+    record_scale,
+)
+from weightclip.factors._own import Own
+from weightclip.factors._part import COPIED, Part
 from weightclip.factors._passes import RECORDS, Layout, Passes, RowTable, Sink
 from weightclip.factors._record_norms import CHEAPEST
 
@@ -48,7 +61,7 @@ class Entry:
     bias: int | None
     uses: int = 1
     joint: float | None = None
-    measure: _kinds.Measure | None = None
+    measure: Measure | None = None
     others: Mapping[int, int] = field(default_factory=dict)
     tied: Sequence[Any] = ()
     taken: int = 0
@@ -57,7 +70,7 @@ class Entry:
     @classmethod
     def of(
         cls, layer: Any, places: Mapping[int, int], uses: int = 1, joint: float | None = None,
-        measure: _kinds.Measure | None = None, tied: Sequence[Any] = (),
+        measure: Measure | None = None, tied: Sequence[Any] = (),
     ) -> Entry:  # fmt: skip
         """The entry of a layer whose parameters lie at ``places``, by their id."""
         weight, bias = (places.get(id(layer._parameters.get(name))) for name in ("weight", "bias"))
@@ -106,6 +119,14 @@ class Use:
         if self.m == 1:
             return self.x, self.d, self.conf
         return self.part._wc_form.grouped(self.x, self.d, self.conf, self.m)
+
+    def norm(self, way: int) -> Tensor:
+        """Norm of each record's gradient of this use alone; keeps the gradients themselves, if they were formed."""
+        x, d, conf = self.grouped()
+        self.own = self.part._wc_form.own(self.part, x, d, conf, way)
+        if self.own is not None:
+            return self.own.norm(beta_of(self.part))
+        return self.part._wc_form.norm(self.part, x, d, way, conf)
 
     def scaled(self, scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Sums over records for these scales of records."""
@@ -250,25 +271,25 @@ class Collector:
                 self._waiting.append(use)
             elif entry.taken <= max(1, entry.uses):
                 if entry.capped() and use.part._wc_product.dtype == torch.float32:
-                    use.own = own_gradients(use.part, *use.grouped(), use.part._wc_kind)
+                    use.own = use.part._wc_form.own(use.part, *use.grouped(), use.part._wc_kind)
                 if use.own is None:
                     self._add(use, self._masked(self._scale(entry, use), d))
                     if self.done is not None and entry.taken == max(1, entry.uses):
                         self.done(entry.places())
                 else:
-                    self._add_all([use], use.own.norm(_kinds.beta_of(use.part)) / entry.layer._wc_limits[2])
+                    self._add_all([use], use.own.norm(beta_of(use.part)) / entry.layer._wc_limits[2])
 
     def _use(self, entry: Entry, part: Any, x: Tensor, d: Tensor, conf: Sequence[int]) -> Use:
         """One use, records in front; refuses rows that belong to no record (SOUNDNESS section 7, condition b)."""
         assert self.rows is not None
         layout = RECORDS
         kind, table = part._wc_form, self.passes.table
-        if table is not None and kind is not _kinds.COPIED:
+        if table is not None and kind is not COPIED:
             layout = table.find(part, x.shape, self.rows)
             if layout is not None and layout.m == 0:  # folded by factors._layers
                 layout = Layout(0, x.shape[0] // max(1, self.rows))
         whole = layout is not None and all(t.shape[layout.dim] == self.rows * layout.m for t in (x, d))
-        if layout is None or not whole or (layout.dim and kind in (_kinds.CONV, _kinds.CHANNELS)):
+        if layout is None or not whole or (layout.dim and kind in (CONV, CHANNELS)):
             layer = getattr(part, "layer", part)
             raise ContractError(
                 f"a {type(layer)._wc_native.__name__} layer ran on {x.shape[0]} rows in a batch of {self.rows} "
@@ -317,7 +338,7 @@ class Collector:
             for uses in entries.values():
                 entry = uses[0].entry
                 way = self.caps if entry.joint is not None else entry.layer._wc_kind
-                total = norm_over(uses, way)
+                total = uses[0].norm(way) if len(uses) == 1 else norm_over(uses, way)
                 if entry.joint is not None:
                     joint.append((total, entry.joint))
                 else:

@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weightclip.factors._kind import Conf, Factors, Kind, Measure, Sums, entrywise_bound, one_norm
 from weightclip.factors._limits import (
     BOUND,
     CAP,
     KIND_SHIFT,
     Counts,
+    beta_of,
     cap_scale,
     masked,
     no_autocast,
@@ -23,12 +25,15 @@ from weightclip.factors._limits import (
     product_rounding,
     record_scale,
     squared_norm,
+    trained_input,
+    trains,
     transforming,
     unchunked,
     wide,
 )
+from weightclip.factors._own import Own, conv_gradients, forms_own
 from weightclip.factors._passes import collect
-from weightclip.factors._record_norms import CHANNEL, FREE, Geometry, conv_record_norm
+from weightclip.factors._record_norms import CHANNEL, FREE, Geometry, conv_record_norm, patches
 from weightclip.factors.kernels._products import (
     fits,
     fits_scale,
@@ -318,6 +323,64 @@ def laid_as(value: Tensor, weight: Tensor) -> Tensor:
     if weight.dim() != 4 or weight.is_contiguous() or not weight.is_contiguous(memory_format=torch.channels_last):
         return value
     return value.contiguous(memory_format=torch.channels_last)
+
+
+def shape_of(part: Any, conf: Conf) -> Shape:
+    """The numbers of one use of a convolution, as its forward pass had them."""
+    kernel = part.weight.shape[2:]
+    return Shape.of((*kernel, *[1] * ((len(conf) - 2) // 4 - len(kernel))), conf)
+
+
+class Conv(Kind):
+    """Convolutions, plain and transposed."""
+
+    def grouped(self, x: Tensor, d: Tensor, conf: Conf, m: int) -> tuple[Tensor, Tensor, Conf]:
+        """Rows of a record are one more axis, which the kernel does not reach along."""
+        n = (len(conf) - 2) // 4
+        stride, padding, dilation, extra = (conf[i * n : (i + 1) * n] for i in range(4))
+        x, d = (t.unflatten(0, (-1, m)).movedim(1, -1) for t in (x, d))
+        return x, d, [*stride, 1, *padding, 0, *dilation, 1, *extra, 0, *conf[4 * n :]]
+
+    def factors(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> Factors:
+        return conv_factors(x, d, beta_of(part), shape_of(part, conf))
+
+    def norm(self, part: Any, x: Tensor, d: Tensor, way: int, conf: Conf) -> Tensor:
+        return conv_norm(trained_input(part, x), d, beta_of(part), shape_of(part, conf), way, part._wc_product.dtype)
+
+    def scale(self, part: Any, x: Tensor, d: Tensor, counter: Counts | None, conf: Conf) -> Tensor | None:
+        limits, flags, beta, product = part._wc_limits, part._wc_flags, beta_of(part), part._wc_product.dtype
+        return conv_scale(x, d, limits, flags, beta, shape_of(part, conf), product, counter)
+
+    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
+        product = part._wc_product.dtype, part._wc_product.chunk
+        return conv_sums(x, d, scales, part.weight, shape_of(part, conf), product, trains(part))
+
+    def gradients(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> list[Tensor]:
+        shape = shape_of(part, conf)
+        image, other = (d, x) if shape.transposed else (x, d)
+        u = patches(image.double(), shape.geometry())  # records x groups x patch x positions
+        e = other.double().flatten(2).unflatten(1, (shape.groups, -1))
+        found = [e @ u.mT] if trains(part)[0] else []  # records x groups x out x patch, as the weight lies
+        return [*found, beta_of(part) * d.double().flatten(2).sum(2)] if trains(part)[1] else found
+
+    def own(self, part: Any, x: Tensor, d: Tensor, conf: Conf, way: int) -> Own | None:
+        shape, (weight, bias) = shape_of(part, conf), trains(part)
+        if shape.transposed or not forms_own(part, x, way):
+            return None
+        found = conv_gradients(x.float(), d.float(), shape.geometry(), part.weight) if weight else None
+        return Own(found, d.flatten(2).sum(2, dtype=torch.float64) if bias else None)
+
+    def certified(self, part: Any, x: Tensor, d: Tensor, both: Factors, measure: Measure, conf: Conf) -> Tensor:
+        product, shape, beta = super().certified(part, x, d, both, measure, conf), shape_of(part, conf), beta_of(part)
+        if measure.entrywise in (1, math.inf):
+            return entrywise_bound(product, x, d, beta, measure.entrywise == 1, False)
+        if measure.entrywise is None and not shape.transposed:
+            largest = (patch_energies(x, shape).flatten(1).amax(1) + beta**2).sqrt()
+            return torch.minimum(product, largest * one_norm(d))
+        return product
+
+
+CONV = Conv()
 
 
 class ConvFunction(torch.autograd.Function):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weightclip.factors._kind import Conf, Factors, Kind, Measure, Sums, entrywise_bound
 from weightclip.factors._limits import (
     BOUND,
     CAP,
     Counts,
+    beta_of,
     both_masked,
     cap_scale,
     masked,
@@ -21,9 +24,12 @@ from weightclip.factors._limits import (
     product_rounding,
     record_scale,
     squared_norm,
+    trained_input,
+    trains,
     transforming,
     unchunked,
 )
+from weightclip.factors._own import Own, forms_own
 from weightclip.factors._passes import collect
 from weightclip.factors.kernels._products import (
     dense_gradient,
@@ -170,6 +176,59 @@ def dense_sums(
         dense_product(x, d, scale, dtype, chunk) if wanted[0] else None,
         bias_product(d, scale, dtype) if wanted[1] else None,
     )
+
+
+class Dense(Kind):
+    """y = Wx + bias over any number of positions."""
+
+    def factors(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> Factors:
+        return dense_factors(x, d, beta_of(part))
+
+    def norm(self, part: Any, x: Tensor, d: Tensor, way: int, conf: Conf) -> Tensor:
+        return dense_norm(trained_input(part, x), d, beta_of(part), part._wc_product.dtype)
+
+    def scale(self, part: Any, x: Tensor, d: Tensor, counter: Counts | None, conf: Conf) -> Tensor | None:
+        limits, flags, beta, product = part._wc_limits, part._wc_flags, beta_of(part), part._wc_product.dtype
+        return dense_scale(x, d, limits, flags, beta, product, counter)
+
+    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
+        product = part._wc_product.dtype, part._wc_product.chunk
+        return dense_sums(x, d, scales, part.weight, product, trains(part))
+
+    def gradients(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> list[Tensor]:
+        xs, ds = (t.double().reshape(t.shape[0], -1, t.shape[-1]) for t in (x, d))
+        found = [ds.mT @ xs] if trains(part)[0] else []
+        return [*found, beta_of(part) * ds.sum(1)] if trains(part)[1] else found
+
+    def own(self, part: Any, x: Tensor, d: Tensor, conf: Conf, way: int) -> Own | None:
+        if math.prod(x.shape[1:-1]) <= 1 or not forms_own(part, x, way):
+            return None
+        weight, bias = trains(part)
+        left, right = (t.float().reshape(len(t), -1, t.shape[-1]) for t in (d, x))
+        found = torch.bmm(left.mT, right).flatten(1) if weight else None
+        return Own(found, d.reshape(len(d), -1, d.shape[-1]).sum(1, dtype=torch.float64) if bias else None)
+
+    def certified(self, part: Any, x: Tensor, d: Tensor, both: Factors, measure: Measure, conf: Conf) -> Tensor:
+        product = super().certified(part, x, d, both, measure, conf)
+        if measure.entrywise in (None, 2):
+            return product
+        single = math.prod(x.shape[1:-1]) == 1
+        return entrywise_bound(product, x, d, beta_of(part), measure.entrywise == 1, single)
+
+
+class Outer(Dense):
+    """A dense layer on outer products of two inputs, whose weight has a dimension for each."""
+
+    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
+        product = part._wc_product.dtype, part._wc_product.chunk
+        weight, bias = dense_sums(x, d, scales, part.weight.flatten(1), product, trains(part))
+        return weight if weight is None else weight.reshape(part.weight.shape), bias
+
+    def own(self, part: Any, x: Tensor, d: Tensor, conf: Conf, way: int) -> Own | None:
+        return None
+
+
+DENSE, OUTER = Dense(), Outer()
 
 
 class DenseFunction(torch.autograd.Function):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weightclip.factors._kind import Conf, Factors, Kind, Measure, Sums, one_norm
 from weightclip.factors._limits import (
     BOUND,
     CAP,
@@ -18,6 +20,7 @@ from weightclip.factors._limits import (
     product_rounding,
     record_scale,
     squared_norm,
+    trains,
 )
 from weightclip.factors._passes import collect
 
@@ -66,6 +69,38 @@ def embedding_sums(ids: Tensor, d: Tensor, scale: Tensor | None, rows: int, skip
     values = masked(d, scale, True)
     values = values.to(torch.promote_types(dtype, values.dtype))
     return torch.ops.aten.embedding_dense_backward(values, ids, rows, skip, False)
+
+
+class Embedding(Kind):
+    """Rows of a table."""
+
+    def factors(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> Factors:
+        return embedding_factors(x, d)
+
+    def norm(self, part: Any, x: Tensor, d: Tensor, way: int, conf: Conf) -> Tensor:
+        return embedding_norm(x, d, part.padding_idx, part._wc_product.dtype)
+
+    def scale(self, part: Any, x: Tensor, d: Tensor, counter: Counts | None, conf: Conf) -> Tensor | None:
+        limits, flags, product = part._wc_limits, part._wc_flags, part._wc_product.dtype
+        return embedding_scale(x, d, limits, flags, part.padding_idx, product, counter)
+
+    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
+        skip, rows = -1 if part.padding_idx is None else part.padding_idx, part.weight.shape[0]
+        return embedding_sums(x, d, scales, rows, skip, part._wc_product.dtype) if trains(part)[0] else None, None
+
+    def gradients(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> list[Tensor]:
+        ids, ds = x.reshape(x.shape[0], -1), d.double().reshape(x.shape[0], -1, d.shape[-1])
+        if part.padding_idx is not None:
+            ds = ds * (ids != part.padding_idx)[..., None]
+        table = ds.new_zeros(len(ids), part.weight.shape[0], ds.shape[-1])
+        return [table.scatter_add_(1, ids[..., None].expand_as(ds), ds)]
+
+    def certified(self, part: Any, x: Tensor, d: Tensor, both: Factors, measure: Measure, conf: Conf) -> Tensor:
+        product = super().certified(part, x, d, both, measure, conf)
+        return product if measure.entrywise == 2 else torch.minimum(product, one_norm(d))
+
+
+EMBEDDING = Embedding()
 
 
 class EmbeddingFunction(torch.autograd.Function):

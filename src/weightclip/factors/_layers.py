@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from weightclip import nn as wnn
 from weightclip.errors import ContractError
-from weightclip.factors._affine import AffineFunction
-from weightclip.factors._conv import ConvFunction, laid_as
+from weightclip.factors._affine import CHANNELS, TRAILING, AffineFunction, first_of
+from weightclip.factors._conv import CONV, ConvFunction, laid_as
 from weightclip.factors._copies import Copied, plain
-from weightclip.factors._dense import DenseFunction
-from weightclip.factors._embedding import EmbeddingFunction
-from weightclip.factors._kinds import CHANNELS, CONV, DENSE, EMBEDDING, OUTER, TRAILING, first_of
+from weightclip.factors._dense import DENSE, OUTER, DenseFunction
+from weightclip.factors._embedding import EMBEDDING, EmbeddingFunction
 from weightclip.factors._limits import as_multiplied, eager_twin, is_plain, transforming
 from weightclip.factors._passes import Passes
 from weightclip.factors._swap import FORMS, Private, is_active

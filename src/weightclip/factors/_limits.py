@@ -235,6 +235,22 @@ def product_rounding(terms: int, product: torch.dtype) -> float:
     return 2.0**-23 + (terms + 4) * (2.0**-23 if product == torch.float32 else 2.0**-52)
 
 
+def beta_of(part: Any) -> float:
+    """The weight of the bias in the input factor, zero if it is not trained."""
+    return part._wc_beta if trains(part)[1] else 0.0
+
+
+def trains(part: Any) -> tuple[bool, bool]:
+    """Whether weight and bias are trained."""
+    bias = getattr(part, "bias", None)
+    return part.weight.requires_grad, bias is not None and bias.requires_grad
+
+
+def trained_input(part: Any, x: Tensor) -> Tensor:
+    """The input factor as far as it makes a gradient: where only the bias is trained, not at all."""
+    return x if part.weight.requires_grad else torch.zeros_like(x)
+
+
 class Eager(torch.autograd.Function):
     """A Function for ordinary use, called faster; under a transform torch refuses it as any without setup_context."""
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightclip.factors._kinds import Kind
+from weightclip.factors._kind import Conf, Factors, Kind, Sums
+from weightclip.factors._limits import masked, squared_norm
 from weightclip.factors._passes import Sink
 
 
@@ -111,3 +112,26 @@ def part_of(layer: Any, kind: Kind, name: str, bias: str | None = None, **more: 
 
 def _nothing() -> None:
     return None
+
+
+class Copies(Kind):
+    """A parameter of which every record has its own copy: the copy's gradient is the record's (SOUNDNESS 12)."""
+
+    def grouped(self, x: Tensor, d: Tensor, conf: Conf, m: int) -> tuple[Tensor, Tensor, Conf]:
+        raise NotImplementedError("copies are one for each record.")
+
+    def factors(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> Factors:
+        norm = self.norm(part, x, d, 0, conf)
+        return torch.ones_like(norm), norm
+
+    def norm(self, part: Any, x: Tensor, d: Tensor, way: int, conf: Conf) -> Tensor:
+        return part._wc_beta * squared_norm(d).sqrt()
+
+    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
+        return masked(d, scales, True).sum(0, dtype=torch.float64), None
+
+    def gradients(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> list[Tensor]:
+        return [part._wc_beta * d.double()]
+
+
+COPIED = Copies()

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from weightclip.errors import ContractError
 from weightclip.factors._copies import Copied
-from weightclip.factors._kinds import DENSE
+from weightclip.factors._dense import DENSE
 from weightclip.factors._part import Part, part_of
 from weightclip.factors._passes import collect
 from weightclip.factors._routes import dense

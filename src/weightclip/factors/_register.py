@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from weightclip.errors import ContractError, WeightclipError
-from weightclip.factors._embedding import EmbeddingFunction
-from weightclip.factors._kinds import DENSE, EMBEDDING
+from weightclip.factors._dense import DENSE
+from weightclip.factors._embedding import EMBEDDING, EmbeddingFunction
 from weightclip.factors._layers import apply
 from weightclip.factors._part import part_of
 from weightclip.factors._routes import dense

@@ -15,11 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightclip._torch import weight_norm
 from weightclip.errors import ContractError
-from weightclip.factors._conv import ConvFunction
+from weightclip.factors._conv import CONV, ConvFunction
 from weightclip.factors._copies import ROUTES, Copied, operate
-from weightclip.factors._dense import DenseFunction
-from weightclip.factors._embedding import EmbeddingFunction
-from weightclip.factors._kinds import CONV, DENSE, EMBEDDING
+from weightclip.factors._dense import DENSE, DenseFunction
+from weightclip.factors._embedding import EMBEDDING, EmbeddingFunction
 from weightclip.factors._layers import apply, confs, convolved, multiplied
 from weightclip.factors._part import Part, part_of
 

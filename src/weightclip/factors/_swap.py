@@ -17,9 +17,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from weightclip._torch import transforms_active
 from weightclip.factors._copies import Copied
-from weightclip.factors._kinds import COPIED
 from weightclip.factors._limits import BOUND, CAP, COTANGENT, KIND_SHIFT, RADIUS, Product, is_plain
-from weightclip.factors._part import part_of
+from weightclip.factors._part import COPIED, part_of
 from weightclip.factors._passes import Sink
 from weightclip.factors._record_norms import CHEAPEST
 
