@@ -22,7 +22,7 @@ def tools(monkeypatch):
     """The folder of the scripts on the path, as when one of them runs."""
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     yield
-    for name in ("releases", "test_torch", "test_full", "dist", "check_links", "draw_concepts", "walk"):
+    for name in ("releases", "test_torch", "test_full", "dist", "check_links", "draw_concepts", "walk", "trace_step"):
         sys.modules.pop(name, None)
 
 
@@ -122,3 +122,12 @@ def test_the_walk_visits_pages_that_exist(tools):
     assert len(table) == len(walk.STATIONS)
     for code in (walk._ROWS, walk._TRAINING):
         compile(code, "walk", "exec")
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["loop", "fused step"])
+def test_a_private_step_runs_through_few_files(tools, fused):
+    """A reader who follows a step opens at most 15 files; the fused step has one of its own on top."""
+    import trace_step  # pyright: ignore[reportMissingImports]
+
+    calls, _ = trace_step.trace_step(fused)
+    assert 5 < len(calls) <= 15 + fused, sorted(calls)
