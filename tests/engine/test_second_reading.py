@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import weightclip as wc
 from weightclip.factors import Collector, Entry, _conv, make_layer_private
 from weightclip.factors._affine import affine_factors
-from weightclip.factors._conv import Shape, numbers, patch_energies
+from weightclip.factors._conv import patch_energies
+from weightclip.factors._record_norms import Shape, numbers
 
 RADII = wc.Bounds(layer_radius=1.0, cotangent_radius=0.1)
 

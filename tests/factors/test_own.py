@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from weightclip.factors import _own, make_layer_private
-from weightclip.factors._conv import numbers
-from weightclip.factors._record_norms import CHEAPEST, FREE
+from weightclip.factors._record_norms import CHEAPEST, FREE, numbers
 
 _LAYERS = {
     "conv": (lambda: nn.Conv2d(4, 6, 3, padding=1), (4, 7, 5)),

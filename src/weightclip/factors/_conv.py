@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from weightclip.factors._limits import (
 )
 from weightclip.factors._own import Own, conv_gradients, forms_own
 from weightclip.factors._passes import collect
-from weightclip.factors._record_norms import CHANNEL, FREE, Geometry, conv_record_norm, patches
+from weightclip.factors._record_norms import CHANNEL, FREE, Shape, conv_record_norm, numbers, patches
 from weightclip.factors.kernels._products import (
     fits,
     fits_scale,
@@ -43,7 +41,7 @@ from weightclip.factors.kernels._products import (
     record_sums,
     weight_gradient,
 )
-from weightclip.factors.kernels._tiles import Window, fits_tiles, tile_norms, tile_sums
+from weightclip.factors.kernels._tiles import fits_tiles, tile_norms, tile_sums
 
 
 def patch_counts(size: int, kernel: int, stride: int, dilation: int, padding: int, out: int, like: Tensor) -> Tensor:
@@ -171,53 +169,6 @@ def by_taps(x: Tensor, d: Tensor, kernel, stride, padding, dilation) -> Tensor:
         windows = [grid[:, t : t + high : stride[0], f : f + wide : stride[1]] for t, f in taps]
         parts = [left @ window.reshape(-1, channels) for window in windows]
     return torch.stack(parts, 2).unflatten(2, tuple(kernel))  # out x in x kernel
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The fixed numbers of one use of a convolution, as ``torch.convolution`` takes them."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    transposed: bool
-    extra: tuple[int, ...]  # output padding of a transposed one
-
-    @property
-    def conf(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-        """Stride, padding, dilation, groups."""
-        return self.stride, self.padding, self.dilation, self.groups
-
-    @property
-    def overlap(self) -> int:
-        """m: how many output positions one input place may reach by one channel (SOUNDNESS section 3)."""
-        axes = zip(self.kernel, self.stride, self.dilation, strict=True)
-        return math.prod(-(-k // (s // math.gcd(s, e))) for k, s, e in axes)
-
-    @classmethod
-    def of(cls, kernel: Sequence[int], conf: Sequence[int]) -> Shape:
-        """From the numbers that :func:`numbers` made of a forward pass."""
-        n = len(kernel)
-        stride, padding, dilation, extra = (tuple(conf[i * n : (i + 1) * n]) for i in range(4))
-        return cls(tuple(kernel), stride, padding, dilation, conf[4 * n], bool(conf[4 * n + 1]), extra)
-
-    def window(self) -> Window:
-        """The same for tiles: a 2-D convolution without groups."""
-        kernel, stride, padding, dilation = (
-            (n[0], n[1]) for n in (self.kernel, self.stride, self.padding, self.dilation)
-        )
-        return Window(kernel, stride, padding, dilation)
-
-    def geometry(self) -> Geometry:
-        """What norms of per-record gradients need to know."""
-        return Geometry(self.kernel, self.stride, self.padding, self.dilation, self.groups)
-
-
-def numbers(stride, padding, dilation, groups, transposed, extra) -> list[int]:
-    """What a forward pass convolved with, as a flat list that compiled graphs can carry."""
-    return [*stride, *padding, *dilation, *extra, groups, int(transposed)]
 
 
 def conv_factors(x: Tensor, d: Tensor, beta: float, shape: Shape) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weightclip.factors._limits import product_rounding, squared_norm, transforming, wide
+from weightclip.factors.kernels._tiles import Window
 
 
 class CapNorm(enum.IntEnum):
@@ -43,6 +46,53 @@ class Geometry(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The fixed numbers of one use of a convolution, as ``torch.convolution`` takes them."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    transposed: bool
+    extra: tuple[int, ...]  # output padding of a transposed one
+
+    @property
+    def conf(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+        """Stride, padding, dilation, groups."""
+        return self.stride, self.padding, self.dilation, self.groups
+
+    @property
+    def overlap(self) -> int:
+        """m: how many output positions one input place may reach by one channel (SOUNDNESS section 3)."""
+        axes = zip(self.kernel, self.stride, self.dilation, strict=True)
+        return math.prod(-(-k // (s // math.gcd(s, e))) for k, s, e in axes)
+
+    @classmethod
+    def of(cls, kernel: Sequence[int], conf: Sequence[int]) -> Shape:
+        """From the numbers that :func:`numbers` made of a forward pass."""
+        n = len(kernel)
+        stride, padding, dilation, extra = (tuple(conf[i * n : (i + 1) * n]) for i in range(4))
+        return cls(tuple(kernel), stride, padding, dilation, conf[4 * n], bool(conf[4 * n + 1]), extra)
+
+    def window(self) -> Window:
+        """The same for tiles: a 2-D convolution without groups."""
+        kernel, stride, padding, dilation = (
+            (n[0], n[1]) for n in (self.kernel, self.stride, self.padding, self.dilation)
+        )
+        return Window(kernel, stride, padding, dilation)
+
+    def geometry(self) -> Geometry:
+        """What norms of per-record gradients need to know."""
+        return Geometry(self.kernel, self.stride, self.padding, self.dilation, self.groups)
+
+
+def numbers(stride, padding, dilation, groups, transposed, extra) -> list[int]:
+    """What a forward pass convolved with, as a flat list that compiled graphs can carry."""
+    return [*stride, *padding, *dilation, *extra, groups, int(transposed)]
 
 
 def cheapest(kind: int, x: Tensor, d: Tensor, geometry: Geometry) -> int:
