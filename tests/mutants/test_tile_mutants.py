@@ -6,13 +6,16 @@ import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.factors.kernels import test_tiles as checks
 from tests.triton_kit import kernel_device, run_interpreted
 
+from weightclip.factors import Product
 from weightclip.factors.kernels import _tiles
+from weightclip.noise import _release
 
 SOURCE = Path(_tiles.__file__).with_name("_tiles_triton.py")
 NORMS = Path(_tiles.__file__).with_name("_products_triton.py")
@@ -69,11 +72,18 @@ def adversarial(device: torch.device) -> None:
 
 
 MUTANTS: dict[str, tuple[Path, str, str, Callable[[torch.device], None]]] = {
-    "sums in float32": (SOURCE, "total += tl.where(s > 0, part * s, 0.0).to(tl.float64)",
-                        "total = (total + tl.where(s > 0, part * s, 0.0)).to(tl.float32).to(tl.float64)", adversarial),
-    "a record's tile goes on into the next": (SOURCE, "            if CHUNKS > 1:\n                part = tl.zeros",
-                                              "            if CHUNKS > 9:\n                part = tl.zeros",
+    "sums in float32": (SOURCE, "        total += part.to(tl.float64)",
+                        "        total = (total + part).to(tl.float32).to(tl.float64)", adversarial),
+    "a record's tile goes on into the next": (SOURCE, "                part = tl.zeros((ROWS, COLS), dtype=tl.float32)",
+                                              "                part = part * 1.0", checks.moved_by_itself),
+    "a record's bias goes on into the next": (SOURCE, "                    plain_part = tl.zeros((ROWS, 16), dtype=",
+                                              "                    other_part = tl.zeros((ROWS, 16), dtype=",
                                               checks.moved_by_itself),
+    "a second half without its scale": (SOURCE, "second = _added(second, other, s, SCALED, GROUPED)",
+                                        "second = _added(second, other, s, False, GROUPED)", checks.wide_group),
+    "a bias without its scale": (SOURCE, "input_precision=\"tf32\"), s, SCALED, GROUPED)\n    if not SQUARES",
+                                 "input_precision=\"tf32\"), s, False, GROUPED)\n    if not SQUARES",
+                                 checks.wide_group),
     "zero times NaN": (SOURCE, "tl.where(s > 0, part * s, 0.0)", "(part * s)", checks.zero_is_zero),
     "the bias left out of grams": (SOURCE, "(left + beta2) * right", "left * right", few_positions),
     "columns left out of grams": (SOURCE, "for k in range(0, COLUMNS, DEPTH):",
@@ -101,3 +111,27 @@ def test_a_mutant_dies(name, interpreter, tmp_path, monkeypatch):
     monkeypatch.setattr(_tiles, place, mutated(source, old, new, tmp_path))
     with pytest.raises(AssertionError):
         check(interpreter)
+
+
+def test_parts_that_hold_more_than_a_group_are_noticed(monkeypatch):
+    checks.parts_hold_groups(monkeypatch)
+    monkeypatch.setattr(_tiles, "_parts", lambda flat, how, group: 1)
+    with pytest.raises(AssertionError):
+        checks.parts_hold_groups(monkeypatch)
+
+
+def test_a_sensitivity_that_forgets_the_additions_of_groups_is_noticed(monkeypatch):
+    group_is_counted()
+    monkeypatch.setattr(_release, "tile_additions", lambda group: 0)
+    with pytest.raises(AssertionError):
+        group_is_counted()
+
+
+def group_is_counted() -> None:
+    """The allowance for a layer whose tiles are added in groups holds every addition of a draw's records."""
+    plan = SimpleNamespace(layers={"0": None}, uses=lambda path: [SimpleNamespace(outside=(64, 8), inside=(64, 8))],
+                           model=torch.nn.Sequential(torch.nn.Linear(8, 8)))  # fmt: skip
+    for group in (16, 300):
+        product = {"0": Product(torch.float32, 1, group=group)}
+        (slack,) = _release.sum_slack(plan, product, 100, None)  # type: ignore[arg-type]
+        assert slack >= 1 + 2 * group * 2.0**-24 * 100

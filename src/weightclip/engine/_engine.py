@@ -38,6 +38,7 @@ from weightclip.engine._validate import (
     check_views,
 )
 from weightclip.errors import ContractError, WeightclipError
+from weightclip.factors import tile_group
 from weightclip.losses import recognise
 from weightclip.noise import Allocation, Entrywise, Equal, GridSums, KNorm, Streams, calibrate_epsilon0
 from weightclip.sampling import TAIL, PoissonLoader, Share, model_draws
@@ -181,7 +182,8 @@ class PrivacyEngine(Spending):
             grid=check_grid(release_grid), knorm=mechanism,
             exact=GridSums(self.b_max * self.views, self.loader.pieces_of_all) if exact_sums else None,
         )  # fmt: skip
-        products = {path: self.bounds.product.resolve(module.get_submodule(path), self.device) for path in plan.layers}
+        layers, group = {path: module.get_submodule(path) for path in plan.layers}, tile_group(self.b_max)
+        products = {k: self.bounds.product.resolve(layer, self.device, group) for k, layer in layers.items()}
         entrywise = None if mechanism is None else Entrywise(loss, mechanism.p)
         training = Training(self, module, plan, call, release, products, entrywise, draws)
         self.optimizer, self.criterion = optimizer, PrivateCriterion(criterion, loss, self)

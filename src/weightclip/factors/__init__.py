@@ -33,4 +33,6 @@ from weightclip.factors._swap import is_private as is_private
 from weightclip.factors._swap import make_layer_plain as make_layer_plain
 from weightclip.factors._swap import make_layer_private as make_layer_private
 from weightclip.factors._swap import trained as trained
+from weightclip.factors.kernels._tiles import tile_additions as tile_additions
+from weightclip.factors.kernels._tiles import tile_group as tile_group
 from weightclip.factors.kernels._tiles import tile_rounding as tile_rounding

@@ -159,11 +159,12 @@ def dense_sums(
     like: Tensor,
     product: tuple[torch.dtype, int],
     wanted: tuple[bool, bool],
+    group: int = 0,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of weight and bias summed over records, each only if wanted; laid out as the weight ``like``."""
     if product == (torch.float32, 1) and wanted[0] and _tiled(x, d, torch.float32):
-        weight = tile_sums(*_rows(x, d), scale, stored=like.dtype)[:, :, 0, 0]
-        return laid_out(weight, like), bias_product(d, scale, torch.float64) if wanted[1] else None
+        weight, bias = tile_sums(*_rows(x, d), scale, stored=like.dtype, group=group, bias=wanted[1])
+        return laid_out(weight[:, :, 0, 0], like), bias
     by_kernel, (dtype, chunk) = x.is_cuda and fits(x, d), of_one_record(product, x)
     if scale is not None and not by_kernel:  # scaled once for both gradients
         x, d, scale = *both_masked(x, d, scale), None
@@ -193,7 +194,7 @@ class Dense(Kind):
 
     def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
         product = part._wc_product.dtype, part._wc_product.chunk
-        return dense_sums(x, d, scales, part.weight, product, trains(part))
+        return dense_sums(x, d, scales, part.weight, product, trains(part), part._wc_product.group)
 
     def gradients(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> list[Tensor]:
         xs, ds = (t.double().reshape(t.shape[0], -1, t.shape[-1]) for t in (x, d))
@@ -221,7 +222,7 @@ class Outer(Dense):
 
     def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
         product = part._wc_product.dtype, part._wc_product.chunk
-        weight, bias = dense_sums(x, d, scales, part.weight.flatten(1), product, trains(part))
+        weight, bias = dense_sums(x, d, scales, part.weight.flatten(1), product, trains(part), part._wc_product.group)
         return weight if weight is None else weight.reshape(part.weight.shape), bias
 
     def own(self, part: Any, x: Tensor, d: Tensor, conf: Conf, way: int) -> Own | None:

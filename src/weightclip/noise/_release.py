@@ -14,7 +14,7 @@ from weightclip._device import constant
 from weightclip._torch import ConvNd, add_all_, multiply_all_, norms_of_all, split_like, version_of
 from weightclip.certificate import Evaluation, LayerUse, OpenPlan, Plan
 from weightclip.errors import WeightclipError
-from weightclip.factors import Product, tile_rounding, trained
+from weightclip.factors import Product, tile_additions, tile_rounding, trained
 from weightclip.factors.kernels import fits, scale_blocks_
 from weightclip.noise._knorm import KNorm, fill_, spread
 from weightclip.noise._mechanisms import Allocation, floored, floored_at, joint_multiplier, round_release_
@@ -359,7 +359,7 @@ def sum_slack(
     the layer (the product is stored in the parameter's type) and the addition of uses; pieces of a draw are added in
     float64, and two stand for the float64 sums. Float32 products of several records add every addend inside a chunk.
     Products of one record each round that record alone, whoever else is in the batch: (summands + 8) 2^-22 of its own
-    (tensor cores truncate).
+    (tensor cores truncate). Where such products are added in float32 groups, those additions are counted.
     Views of a record are summed like records, and M Delta_k bounds them together.
     """
     slack = []
@@ -370,6 +370,7 @@ def sum_slack(
             summands = max(_positions(plan.model.get_submodule(path), use) for use in uses)
             if product.chunk == 1:
                 own = 1 + tile_rounding(summands)
+                n += tile_additions(product.group)
             else:
                 n += summands * (product.chunk or (physical or b_max) * views) + 1
         slack.append(own * (1 + 2 * n * _U * b_max))

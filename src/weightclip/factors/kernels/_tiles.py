@@ -2,8 +2,9 @@
 
 A record's product over its positions is formed from 16-bit or TF32 operands and accumulated in float32 by tiles that
 begin and end with the record: what is rounded there is its own contribution, whoever else is in the batch. The float32
-tile is scaled and added in float64. The same products, squared and summed instead, are the record's norm; Gram matrices
-of positions are, where they need less arithmetic. No per-record gradient is ever stored.
+tile is scaled and added in float64, or in float32 where draws are small enough that the sensitivity can cover it. The
+same products, squared and summed instead, are the record's norm; Gram matrices of positions are, where they need less
+arithmetic. No per-record gradient is ever stored.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ FEWEST = 16  # positions below which float64 products are as fast: the tile woul
 WIDEST_GRAM = 128  # positions whose Gram matrix is one tile
 UNIT = 2.0**-22  # of one addition on tensor cores, which truncate, twice over
 _WAVES = 264  # programs: two for each multiprocessor of a large GPU
+_ADDED = 2**15  # rows of a group times records of the largest draw: float32 sums of that size cost 0.4% of sensitivity
+_FEWEST_GROUPED = 16  # rows of a group from which float32 sums are worth it
+_PARTS = 16  # of a sum, that are added in float32
 _TINIEST = torch.finfo(torch.float32).tiny
 
 
@@ -50,9 +54,24 @@ def tile_rounding(places: int) -> float:
     return (places + 8) * UNIT
 
 
+def tile_group(b_max: int) -> int:
+    """How many rows are added in float32 before anything else is done with their sum; 0: sums are float64.
+
+    ``b_max`` is the public size of the largest draw: the larger it is, the more a rounding may move.
+    """
+    group = _ADDED // max(1, b_max)
+    return group if group >= _FEWEST_GROUPED else 0
+
+
+def tile_additions(group: int) -> int:
+    """Float32 additions that an entry of the sum goes through after its record's product is formed (`sum_slack`)."""
+    return group + _PARTS + 1 if group else 0
+
+
 def tile_sums(
-    x: Tensor, d: Tensor, scale: Tensor | None, window: Window = POINT, stored: torch.dtype = torch.float64
-) -> Tensor:
+    x: Tensor, d: Tensor, scale: Tensor | None, window: Window = POINT, stored: torch.dtype = torch.float64,
+    group: int = 0, bias: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """sum_n scale_n (gradient of record n) as (out, in, kernel height, kernel width), a view of channels last.
 
     Args:
@@ -61,27 +80,61 @@ def tile_sums(
         scale: (records,) or None; records with scale zero take no part, whatever they hold.
         window: The convolution.
         stored: What the sum may be stored in, once, if a copy can be saved; it is float64 otherwise.
+        group: Rows that may be added in float32, as :func:`tile_group` says; 0: none.
+        bias: Whether the bias's gradient is wanted too, as that of a column of ones; None otherwise.
 
     Formal guarantees:
         Record n adds scale_n T_n with T_n a function of its own x and d alone: float32 sums over its positions that
         start from zero, in an order that neither the batch nor the record's place in it changes. Products of 16-bit
         numbers are exact in float32, so ||T_n - exact|| <= (positions + 8) 2^-22 ||x_n|| ||d_n||, x_n its patch
         matrix: `sum_slack` has that share. TF32 operands are cut towards zero first, so that no norm grows. Tiles are
-        scaled in float32 and added in float64 (with no atomics): over records nothing is rounded to less.
+        scaled in float32 and added in float64 (with no atomics): over records nothing is rounded to less. With a
+        ``group`` an entry goes through at most ``tile_additions(group)`` float32 additions of records, which
+        `sum_slack` counts for the largest draw (SOUNDNESS Theorem 24, 3).
     """
     flat = _flat(x, d, window)
-    rows, cols, depth, warps, stages = tiling(flat.outs, flat.columns, flat.places, x.dtype)
-    across = -(-flat.outs // rows) * -(-flat.columns // cols)
-    parts = max(1, min(flat.records, _WAVES // across))
+    how = tiling(flat.outs, flat.columns, flat.places, x.dtype, group > 0)
+    parts = _parts(flat, how, group)
     share = -(-flat.records // parts)
     parts = -(-flat.records // share)
-    kind = stored if parts == 1 and stored == torch.float32 else torch.float64
+    single = group > 0 or (parts == 1 and stored == torch.float32)
+    kind = torch.float32 if single else torch.float64
     found = torch.empty(parts, flat.outs, flat.columns, dtype=kind, device=x.device)
-    _launch(flat, scale, found, share, parts, False, (rows, cols, depth, warps, stages))
-    whole = found[0] if parts == 1 else found.sum(0)
+    sums = torch.empty(parts, flat.outs, dtype=kind, device=x.device) if bias else None
+    _launch(flat, scale, found, sums, share, parts, False, group > 0, how)
+    whole, ones = (_together(t) for t in (found, sums))
+    assert whole is not None
     high, wide = window.kernel
     channels = flat.columns // (high * wide)
-    return whole.as_strided((flat.outs, channels, high, wide), (flat.columns, 1, wide * channels, channels))
+    weight = whole.as_strided((flat.outs, channels, high, wide), (flat.columns, 1, wide * channels, channels))
+    return weight, ones
+
+
+def _together(parts: Tensor | None) -> Tensor | None:
+    """The sum over parts: few float32 ones in float32, as `tile_additions` counts, all others in float64."""
+    if parts is None or len(parts) == 1:
+        return None if parts is None else parts[0]
+    return parts.sum(0, dtype=None if len(parts) <= _PARTS else torch.float64)
+
+
+def _parts(flat: _Flat, how: Tiling, group: int) -> int:
+    """How many programs share the records of a tile: enough to fill the device, few enough to add up."""
+    across = -(-flat.outs // how.rows) * -(-flat.columns // (how.cols * how.halves))
+    if not group:
+        return max(1, min(flat.records, _WAVES // across))
+    least = -(-flat.records // group)
+    size = how.rows * how.cols * how.halves
+    slots = _processors(flat.d.get_device()) * max(1, 2**14 // size)
+    # seconds of a tile over all records, and of storing and adding up one more part
+    tile, part = 2 * flat.records * flat.places * size / 5e12, 8 * flat.outs * flat.columns / 4e12
+    wanted = range(least, max(least, min(_PARTS, flat.records)) + 1)
+    return min(wanted, key=lambda p: -(-across * p // slots) / p * tile + (p - 1) * part)
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    """Multiprocessors of a GPU; those of a large one in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 132
 
 
 def tile_norms(x: Tensor, d: Tensor, beta: float, window: Window = POINT, counts: Tensor | None = None) -> Tensor:
@@ -127,14 +180,27 @@ def by_grams(places: int, columns: int, outs: int) -> bool:
     return places <= WIDEST_GRAM and places * (columns + outs) < columns * outs
 
 
-def tiling(outs: int, columns: int, places: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Rows, columns and positions of a tile, warps and stages of its pipeline, by the layer's shape."""
+class Tiling(NamedTuple):
+    """Rows, columns and positions of a tile, tiles beside each other in a program, warps, stages of its pipeline."""
+
+    rows: int
+    cols: int
+    halves: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def tiling(outs: int, columns: int, places: int, dtype: torch.dtype, grouped: bool = False) -> Tiling:
+    """How a layer's product is cut into tiles, by its shape."""
     if dtype == torch.float32:
-        return _power(outs, 128), _power(columns, 64), _power(places, 32), 4, 3
-    if places <= 64 and outs >= 128 and columns >= 128:
-        return 128, 128, _power(places, 64), 8, 4 if places <= 32 else 3
+        return Tiling(_power(outs, 128), _power(columns, 64), 1, _power(places, 32), 4, 3)
+    if grouped and outs >= 128 and columns >= 256 and 64 < places <= 128:
+        return Tiling(128, 128, 2, 128, 8, 2)
+    if (places <= 64 or grouped) and outs >= 128 and columns >= 128:
+        return Tiling(128, 128, 1, _power(places, 64), 8, 4 if places <= 32 else 3)
     few = places <= 128 or outs <= 64
-    return _power(outs, 64 if few else 128), _power(columns, 64), _power(places, 128 if few else 64), 4, 3
+    return Tiling(_power(outs, 64 if few else 128), _power(columns, 64), 1, _power(places, 128 if few else 64), 4, 3)
 
 
 def _power(size: int, most: int) -> int:
@@ -183,24 +249,27 @@ def _flat(x: Tensor, d: Tensor, window: Window) -> _Flat:
     return _Flat(x.unsqueeze(1), d, d.shape[1], window)
 
 
-def _launch(flat: _Flat, scale: Tensor | None, out: Tensor, share: int, parts: int, squares: bool, how: Any) -> None:
-    rows, cols, depth, warps, stages = how
+def _launch(
+    flat: _Flat, scale: Tensor | None, out: Tensor, sums: Tensor | None, share: int, parts: int, squares: bool,
+    grouped: bool, how: Tiling,
+) -> None:  # fmt: skip
     x, d = flat.x, flat.d
     launch(
-        _kernels().tiles, (-(-flat.outs // rows), -(-flat.columns // cols), parts),
-        x, d, x if scale is None else scale, out, flat.records, share, x.shape[1], x.shape[2], *x.stride()[:3],
-        d.stride(0), *flat.shape(), scale is not None, squares, x.dtype == torch.float32, not x.is_cuda, rows, cols,
-        depth, num_warps=warps, num_stages=stages,
+        _kernels().tiles, (-(-flat.outs // how.rows), -(-flat.columns // (how.cols * how.halves)), parts),
+        x, d, x if scale is None else scale, out, out if sums is None else sums, flat.records, share, x.shape[1],
+        x.shape[2], *x.stride()[:3], d.stride(0), *flat.shape(), scale is not None, squares, grouped, sums is not None,
+        x.dtype == torch.float32, not x.is_cuda, how.halves, how.rows, how.cols, how.depth, num_warps=how.warps,
+        num_stages=how.stages,
     )  # fmt: skip
 
 
 def _squares(flat: _Flat) -> Tensor:
     """Sums of squares of each record's product: (records, tiles)."""
     how = tiling(flat.outs, flat.columns, flat.places, flat.x.dtype)
-    across = -(-flat.outs // how[0]) * -(-flat.columns // how[1])
+    across = -(-flat.outs // how.rows) * -(-flat.columns // how.cols)
     share = max(1, flat.records * across // (4 * _WAVES))
     found = torch.empty(flat.records, across, dtype=torch.float32, device=flat.d.device)
-    _launch(flat, None, found, share, -(-flat.records // share), True, how)
+    _launch(flat, None, found, None, share, -(-flat.records // share), True, False, how)
     return found
 
 

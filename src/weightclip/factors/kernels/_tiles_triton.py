@@ -36,23 +36,44 @@ def _operand(a, CUT: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
+def _added(total, part, s, SCALED: tl.constexpr, GROUPED: tl.constexpr):
+    """A record's scaled product added to the sum: in float64, or within a group of records in float32."""
+    if SCALED:
+        part = tl.where(s > 0, part * s, 0.0)
+    if GROUPED:
+        total += part
+    else:
+        total += part.to(tl.float64)
+    return total
+
+
+@triton.jit
 def tiles(
-    x, d, scale, out, records, share, height, width, xn, xh, xw, dn,
+    x, d, scale, out, sums, records, share, height, width, xn, xh, xw, dn,
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr, WIDE: tl.constexpr, KERNEL_W: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, DIL_H: tl.constexpr,
-    DIL_W: tl.constexpr, OUTS: tl.constexpr, SCALED: tl.constexpr, SQUARES: tl.constexpr, CUT: tl.constexpr,
-    WIDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    DIL_W: tl.constexpr, OUTS: tl.constexpr, SCALED: tl.constexpr, SQUARES: tl.constexpr, GROUPED: tl.constexpr,
+    BIAS: tl.constexpr, CUT: tl.constexpr, WIDEN: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """out[part, o, column] = sum over this part's records of scale * (float32 product over the record's positions).
 
-    With SQUARES, out[record, tile] is the sum of squares of that record's product in this tile instead. A record's
-    product begins with zero and ends with its last position: nothing of another record enters it.
+    With BIAS, sums[part, o] is the same of a column of ones. With SQUARES, out[record, tile] is the sum of squares of
+    that record's product in this tile instead. A record's product begins with zero and ends with its last position:
+    nothing of another record enters it. With HALVES = 2 a program has two tiles beside each other, whose records fit
+    into one step.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    col = tl.program_id(1) * (COLS * HALVES) + tl.arange(0, COLS)
     CHUNKS: tl.constexpr = (PLACES + DEPTH - 1) // DEPTH
-    total = tl.zeros((ROWS, COLS), dtype=tl.float64)
+    total = tl.zeros((ROWS, COLS), dtype=tl.float32 if GROUPED else tl.float64)
     part = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    if HALVES == 2:
+        second = tl.zeros((ROWS, COLS), dtype=tl.float32 if GROUPED else tl.float64)
+    if BIAS:  # sixteen equal columns: the fewest that a product has
+        plain = tl.zeros((ROWS, 16), dtype=tl.float32 if GROUPED else tl.float64)
+        plain_part = tl.zeros((ROWS, 16), dtype=tl.float32)
+        ones = tl.full((DEPTH, 16), 1.0, tl.float32 if WIDEN else d.dtype.element_ty)
     first = tl.program_id(2) * share
     last = min(first + share, records)
     for t in range(first * CHUNKS, last * CHUNKS):
@@ -62,24 +83,51 @@ def tiles(
         a = tl.load(d + n * dn + p[:, None] * OUTS + row[None, :], mask=here, other=0.0)
         b = _patch(x, n, p, col, xn, xh, xw, height, width, CHANNELS, COLUMNS, PLACES, WIDE, KERNEL_W, STRIDE_H,
                    STRIDE_W, PAD_H, PAD_W, DIL_H, DIL_W)  # fmt: skip
+        if HALVES == 2:
+            c = _patch(x, n, p, col + COLS, xn, xh, xw, height, width, CHANNELS, COLUMNS, PLACES, WIDE, KERNEL_W,
+                       STRIDE_H, STRIDE_W, PAD_H, PAD_W, DIL_H, DIL_W)  # fmt: skip
+        s = 1.0
+        if SCALED:
+            s = tl.load(scale + n)
         a = tl.trans(_operand(a, CUT, WIDEN))
         b = _operand(b, CUT, WIDEN)
-        part = tl.dot(a, b, part, input_precision="tf32") if CHUNKS > 1 else tl.dot(a, b, input_precision="tf32")
-        if t % CHUNKS == CHUNKS - 1:  # the record is complete
+        if CHUNKS > 1:
+            part = tl.dot(a, b, part, input_precision="tf32")
+            if BIAS:
+                plain_part = tl.dot(a, ones, plain_part, input_precision="tf32")
+            if t % CHUNKS == CHUNKS - 1:  # the record is complete
+                if SQUARES:
+                    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+                    across = tl.num_programs(0) * tl.num_programs(1)
+                    tl.store(out + n * across + tile, tl.sum(tl.sum(part * part, 1), 0))
+                else:
+                    total = _added(total, part, s, SCALED, GROUPED)
+                if BIAS:
+                    plain = _added(plain, plain_part, s, SCALED, GROUPED)
+                    plain_part = tl.zeros((ROWS, 16), dtype=tl.float32)
+                part = tl.zeros((ROWS, COLS), dtype=tl.float32)
+        else:
+            whole = tl.dot(a, b, input_precision="tf32")
             if SQUARES:
                 tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
                 across = tl.num_programs(0) * tl.num_programs(1)
-                tl.store(out + n * across + tile, tl.sum(tl.sum(part * part, 1), 0))
-            elif SCALED:
-                s = tl.load(scale + n)
-                total += tl.where(s > 0, part * s, 0.0).to(tl.float64)
+                tl.store(out + n * across + tile, tl.sum(tl.sum(whole * whole, 1), 0))
             else:
-                total += part.to(tl.float64)
-            if CHUNKS > 1:
-                part = tl.zeros((ROWS, COLS), dtype=tl.float32)
+                total = _added(total, whole, s, SCALED, GROUPED)
+            if HALVES == 2:
+                other = tl.dot(a, _operand(c, CUT, WIDEN), input_precision="tf32")
+                second = _added(second, other, s, SCALED, GROUPED)
+            if BIAS:
+                plain = _added(plain, tl.dot(a, ones, input_precision="tf32"), s, SCALED, GROUPED)
     if not SQUARES:
         place = out + (tl.program_id(2).to(tl.int64) * OUTS + row)[:, None] * COLUMNS + col[None, :]
         tl.store(place, total, mask=(row < OUTS)[:, None] & (col < COLUMNS)[None, :])
+        if HALVES == 2:
+            tl.store(place + COLS, second, mask=(row < OUTS)[:, None] & (col + COLS < COLUMNS)[None, :])
+    if BIAS:
+        one = tl.sum(tl.where((tl.arange(0, 16) == 0)[None, :], plain, 0.0), 1)
+        whose = tl.where(tl.program_id(1) == 0, OUTS, 0)
+        tl.store(sums + tl.program_id(2).to(tl.int64) * OUTS + row, one, mask=row < whose)
 
 
 @triton.jit
