@@ -130,13 +130,24 @@ class FusedStep:
         often = engine.steps % _CHECKED == 0
         if not known and (often or self._runs.get(key, 0) < _WARM):
             self._runs[key] = self._runs.get(key, 0) + 1
-            return self._ordinary(inputs.x, inputs.y)
+            return self._warm_up(inputs)
         self.training.admit_batch()
         if often and not self.training.sensitivity.fit():  # the ordinary way says so, unless weights were mended since
             return self._ordinary(inputs.x, inputs.y)
         if not known and not self._record(key, inputs, fixed is not None):
             return self._ordinary(inputs.x, inputs.y)
         return self._replay(self._graphs[key])
+
+    def _warm_up(self, inputs: _Inputs) -> Tensor:
+        """An ordinary step; of a compiled model on the stream of recordings, which what is compiled may hold on to."""
+        if self.compiled is None:
+            return self._ordinary(inputs.x, inputs.y)
+        here, stream = torch.cuda.current_stream(), side_stream(self.engine.device, "step")
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            value = self._ordinary(inputs.x, inputs.y)
+        here.wait_stream(stream)
+        return value
 
     def _circumstances(self) -> tuple[Hashable, ...]:
         """All that a graph holds fixed."""
@@ -206,7 +217,8 @@ class FusedStep:
                 self._optimizer.on = False
             else:
                 self.on = False
-                warnings.warn(f"fused steps run without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=5)
+                reason = " ".join(line.strip() for line in str(error).splitlines()[:3])
+                warnings.warn(f"fused steps run without a CUDA graph: {reason}", stacklevel=5)
             torch.cuda.synchronize()
             self.training.drop()
             _forget_unmade(caches[0])

@@ -247,12 +247,12 @@ def conv_scale(
 
 def conv_sums(
     x: Tensor, d: Tensor, scale: Tensor | None, like: Tensor, shape: Shape, product: tuple[torch.dtype, int],
-    wanted: tuple[bool, bool], group: int = 0,
+    wanted: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of kernel and bias summed over records, each only if wanted; laid out as the weight ``like``."""
     if product == (torch.float32, 1) and wanted[0] and _tiled(x, d, shape, torch.float32):
-        weight, bias = tile_sums(x, d, scale, shape.window(), like.dtype, group, wanted[1])
-        return laid_out(weight, like), bias
+        weight = tile_sums(x, d, scale, shape.window(), like.dtype)
+        return laid_out(weight, like), channel_sums(d, scale) if wanted[1] else None
     dtype, chunk = of_one_record(product, x)
     if wanted[0] and dtype == torch.float64 and by_kernel(x, d, shape.groups, shape.transposed):
         sizes = like.shape[2:], shape.stride, shape.padding, shape.dilation
@@ -304,8 +304,7 @@ class Conv(Kind):
 
     def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
         product = part._wc_product.dtype, part._wc_product.chunk
-        group = part._wc_product.group
-        return conv_sums(x, d, scales, part.weight, shape_of(part, conf), product, trains(part), group)
+        return conv_sums(x, d, scales, part.weight, shape_of(part, conf), product, trains(part))
 
     def gradients(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> list[Tensor]:
         shape = shape_of(part, conf)

@@ -163,8 +163,8 @@ def dense_sums(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of weight and bias summed over records, each only if wanted; laid out as the weight ``like``."""
     if product == (torch.float32, 1) and wanted[0] and _tiled(x, d, torch.float32):
-        weight, bias = tile_sums(*_rows(x, d), scale, stored=like.dtype, group=group, bias=wanted[1])
-        return laid_out(weight[:, :, 0, 0], like), bias
+        weight = tile_sums(*_rows(x, d), scale, stored=like.dtype, group=group)[:, :, 0, 0]
+        return laid_out(weight, like), bias_product(d, scale, torch.float64) if wanted[1] else None
     by_kernel, (dtype, chunk) = x.is_cuda and fits(x, d), of_one_record(product, x)
     if scale is not None and not by_kernel:  # scaled once for both gradients
         x, d, scale = *both_masked(x, d, scale), None

@@ -38,7 +38,8 @@ class Product:
         chunk: Records per product; partial sums are added in float64. 0: one product for the whole batch. float32
             products of more than one record add 2 n 2^-24 b_max to the sensitivity, n their summands.
         group: Rows whose products, each formed by itself on tensor cores, are added in float32 before they join the
-            sum; chosen for the largest draw, and counted in the sensitivity. 0: all are added in float64.
+            sum (dense layers on CUDA; convolutions gain nothing); chosen for the largest draw, and counted in the
+            sensitivity. 0: all are added in float64.
         covered: False leaves the rounding of float32 sums out of the sensitivities and says so in the report: the
             speed of ordinary training, at the price of a guarantee that holds for exact sums only.
     """
@@ -57,7 +58,7 @@ class Product:
         """The choice for one layer; ``group`` is that of the largest draw."""
         if self.dtype is not None:
             return self
-        if device.type == "cuda" and isinstance(layer, (ConvNd, nn.Linear)):
+        if device.type == "cuda" and isinstance(layer, nn.Linear):
             return Product(torch.float32, 1, group=group)
         return Product(torch.float32, 1) if isinstance(layer, ConvNd) else Product(torch.float64, 0)
 

@@ -274,10 +274,11 @@ class Numbers:
 
 def fill_normal_(out: Tensor, generators: list[torch.Generator]) -> Tensor:
     """Standard normals on CUDA: a generator holds 64 bits, the sum of two needs both seeds."""
-    out.normal_(generator=generators[0])
+    share = 1.0 / math.sqrt(len(generators))
+    out.normal_(std=share, generator=generators[0])
     for generator in generators[1:]:
-        out.add_(torch.empty_like(out).normal_(generator=generator))
-    return out if len(generators) == 1 else out.mul_(1.0 / math.sqrt(len(generators)))
+        out.add_(torch.empty_like(out).normal_(std=share, generator=generator))
+    return out
 
 
 def _normal_cpu_(out: Tensor, dtype: Any, key: bytes) -> Tensor:

@@ -111,7 +111,7 @@ def test_sums_are_those_of_scaled_gradients(dtype, last, interpreter):
             x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))
         exact, room = gradients(x, d, window), tile_rounding(positions(d)) * free(x, d, window)
         for scale in (None, torch.rand(len(x), generator=torch.Generator().manual_seed(1)).to(interpreter)):
-            found, _ = tile_sums(x, d, scale, window)
+            found = tile_sums(x, d, scale, window)
             weight = torch.ones(len(x), device=interpreter) if scale is None else scale
             expected = (weight.double().view(-1, 1, 1, 1, 1) * exact).sum(0)
             assert found.dtype == torch.float64 and found.shape == expected.shape
@@ -129,9 +129,8 @@ def zero_is_zero(interpreter: torch.device) -> None:
     scale = torch.tensor([0.5, 0.0, 1.0], device=interpreter)
     keep = [0, 2]
     for group in (0, 16):
-        found = tile_sums(x, d, scale, group=group, bias=True)
-        alone = tile_sums(x[keep], d[keep], scale[keep], group=group, bias=True)
-        assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+        found = tile_sums(x, d, scale, group=group)
+        assert torch.equal(found, tile_sums(x[keep], d[keep], scale[keep], group=group))
 
 
 @pytest.mark.parametrize("way", ["grams", "products"])
@@ -165,7 +164,7 @@ def covers_what_is_formed(interpreter: torch.device) -> None:
     x[:, 32:], d[:, 32:] = x[:, :32], -d[:, :32]
     x[:, 40] *= 1.0078125  # one position almost cancels
     x, d = x.to(interpreter), d.to(interpreter)
-    formed = torch.stack([tile_sums(x[i : i + 1], d[i : i + 1], None)[0] for i in range(4)]).flatten(1).norm(dim=1)
+    formed = torch.stack([tile_sums(x[i : i + 1], d[i : i + 1], None) for i in range(4)]).flatten(1).norm(dim=1)
     found = tile_norms(x, d, 0.0)
     assert bool((found.double() >= formed).all())
     assert bool((found.double() <= formed + 0.01 * free(x, d, POINT)).all())
@@ -196,9 +195,9 @@ def moved_by_itself(device: torch.device, dtype: torch.dtype = torch.bfloat16) -
     x, d = (torch.randn(9, 130, n, generator=generator).to(device, dtype) for n in (5, 6))
     d[:8] *= 1000  # the others are much larger: float32 sums would swallow it
     scale = torch.rand(9, generator=generator).to(device)
-    found = (tile_sums(x[part], d[part], scale[part], bias=True) for part in (slice(9), slice(8), slice(8, 9)))
-    for whole, others, alone in zip(*found, strict=True):  # of weight and bias
-        assert float((whole - others - alone).norm()) <= 1e-9 * float(alone.norm())
+    moved = tile_sums(x, d, scale) - tile_sums(x[:8], d[:8], scale[:8])
+    alone = tile_sums(x[8:], d[8:], scale[8:])
+    assert float((moved - alone).norm()) <= 1e-9 * float(alone.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -226,7 +225,7 @@ def rounding_pair(b: int, extra: bool) -> tuple[Tensor, Tensor]:
 
 def moves_by_one(b: int, device: torch.device) -> None:
     pairs = [[t.to(device) for t in rounding_pair(b, extra)] for extra in (False, True)]
-    found = [float(tile_sums(x, d, torch.ones(len(x), device=device))[0]) for x, d in pairs]
+    found = [float(tile_sums(x, d, torch.ones(len(x), device=device))) for x, d in pairs]
     assert abs(found[1] - found[0] - 1) < 1e-6
     total = torch.zeros(2)
     for i, (_, d) in enumerate(pairs):  # a float32 sum of the same products moves by more
@@ -249,7 +248,7 @@ def in_groups(device: torch.device, group: int = 16, b: int = 256) -> None:
     _, e = (t.to(device) for t in rounding_pair(b, True))
     y = torch.cat([x[:1], x])
     scale = torch.ones(len(y), device=device)
-    found = [float(tile_sums(u, v, scale[: len(u)], group=group)[0]) for u, v in ((x, d), (y, e))]
+    found = [float(tile_sums(u, v, scale[: len(u)], group=group)) for u, v in ((x, d), (y, e))]
     assert abs(found[1] - found[0] - 1) <= 2 * tile_additions(group) * 2.0**-24 * len(y)
 
 
@@ -259,36 +258,22 @@ def test_groups_move_by_no_more_than_their_additions_allow(group, interpreter):
 
 
 def wide_group(device: torch.device) -> None:
-    """As many records as a group holds, and one more: both halves of a program, its bias, several parts."""
+    """Both halves of a program, several parts, positions more than one tile is deep."""
     generator = torch.Generator().manual_seed(5)
-    for x_width, d_width, places in ((300, 130, 70), (24, 40, 130)):
+    for x_width, d_width, places in ((150, 130, 70), (24, 40, 130)):
         x, d = (torch.randn(5, places, n, generator=generator).bfloat16().to(device) for n in (x_width, d_width))
         scale = torch.rand(5, generator=generator).to(device)
         for group in (2, 16):
-            found, bias = tile_sums(x, d, scale, group=group, bias=True)
-            assert bias is not None and found.dtype == bias.dtype == torch.float32
-            weights = scale.double()
-            exact = torch.einsum("n,npo,npi->oi", weights, d.double(), x.double())
-            sums = torch.einsum("n,npo->o", weights, d.double())
-            norms = free(x, d, POINT, 1.0) * weights
-            room = (tile_rounding(places) + tile_additions(group) * 2.0**-24) * float(norms.sum())
+            found = tile_sums(x, d, scale, group=group)
+            assert found.dtype == torch.float32
+            exact = torch.einsum("n,npo,npi->oi", scale.double(), d.double(), x.double())
+            norms = float((free(x, d, POINT) * scale.double()).sum())
+            room = (tile_rounding(places) + tile_additions(group) * 2.0**-24) * norms
             assert float((found[:, :, 0, 0] - exact).norm()) <= room
-            assert float((bias - sums).norm()) <= room
 
 
 def test_groups_of_records_in_float32(interpreter):
     wide_group(interpreter)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_bias_is_a_column_of_ones(dtype, interpreter):
-    for x, d, window in cases(dtype, interpreter):
-        scale = torch.rand(len(x), generator=torch.Generator().manual_seed(1)).to(interpreter)
-        _, bias = tile_sums(x, d, scale, window, bias=True)
-        each = cut(d).double().sum(1) if d.dim() == 3 else cut(d).double().sum((2, 3))
-        assert bias is not None and bias.dtype == torch.float64
-        room = tile_rounding(positions(d)) * math.sqrt(positions(d)) * d.double().flatten(1).norm(dim=1)
-        assert float((bias - scale.double() @ each).norm()) <= float((scale * room).sum())
 
 
 def test_groups_are_covered_by_the_slack_of_the_largest_draw():
@@ -305,7 +290,7 @@ def test_no_part_holds_more_rows_than_a_group(monkeypatch):
 
 def parts_hold_groups(monkeypatch) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(_tiles, "_launch", lambda flat, scale, out, sums, share, *rest: asked.append((share, len(out))))
+    monkeypatch.setattr(_tiles, "_launch", lambda flat, scale, out, share, *rest: asked.append((share, len(out))))
     for records in (1, 17, 129, 400):
         x, d = torch.zeros(records, 16, 4), torch.zeros(records, 16, 8)
         for group in (1, 16, 100):

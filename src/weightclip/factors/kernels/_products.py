@@ -21,6 +21,7 @@ from weightclip.factors._limits import KIND_SHIFT, SMALLEST, TINY, transforming
 
 _TOGETHER = 1 << 30  # multiply-adds below which a launch costs more than what a bias slows the larger kernel down
 _PROGRAMS = 1056  # about eight for each multiprocessor of a large GPU
+_TOTALS = 1 << 23  # sums of single records that are kept between two steps
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -107,6 +108,8 @@ def record_sums(d: Tensor, scale: Tensor | None, x: Tensor | None = None) -> Ten
     """
     channels, total = d.shape[1], d.shape[0] * d.shape[2]
     last = d.stride(1) == 1 and channels > 1
+    if last and d.shape[2] >= 16 and d.shape[0] * channels <= _TOTALS:
+        return _by_records(d, scale, x)
     wide = min(64, 1 << (channels - 1).bit_length()) if last else 1
     depth = 1024 // wide
     across = -(-channels // wide)
@@ -121,6 +124,25 @@ def record_sums(d: Tensor, scale: Tensor | None, x: Tensor | None = None) -> Ten
         *d.stride(), scale is not None, x is not None, wide, depth, num_warps=4,
     )  # fmt: skip
     return found[0] if parts == 1 else found.sum(0)
+
+
+def _by_records(d: Tensor, scale: Tensor | None, x: Tensor | None) -> Tensor:
+    """``record_sums`` in two steps, over positions and over records: faster where channels lie last."""
+    records, channels, positions = d.shape
+    rows, other = (1, d) if x is None else (2, x)
+    totals = torch.empty(records, rows, channels, dtype=torch.float64, device=d.device)
+    found = torch.empty(rows, channels, dtype=torch.float64, device=d.device)
+    wide = min(128, 1 << (channels - 1).bit_length())
+    launch(
+        _kernels().record_totals, (records, -(-channels // wide), 1),
+        other, d, d if scale is None else scale, totals, channels, positions, *other.stride(), *d.stride(),
+        scale is not None, x is not None, wide, 32, num_warps=8,
+    )  # fmt: skip
+    launch(
+        _kernels().over_records, (-(-rows * channels // 32), 1, 1),
+        totals, found, records, rows * channels, 32, 64, num_warps=4,
+    )  # fmt: skip
+    return found
 
 
 def fits_scale(x: Tensor, d: Tensor, flags: int) -> bool:
@@ -147,36 +169,53 @@ def fused_scale(
     """
     out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     x_size, d_size, tiny = x.numel() // len(x), d.numel() // len(d), torch.finfo(torch.float32).tiny
+    if shares(len(x), max(x_size, d_size)) > 1:
+        found = fused_moments(x, d, counts)
+        launch(
+            _kernels().finish_scales, (x.shape[0], 1, 1),
+            found, limits, out, tiny * x_size, tiny * d_size, float(bias), flags, TINY, SMALLEST, found.shape[1],
+            num_warps=1,
+        )  # fmt: skip
+        return out
     last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
-    block, warps = _at_once(len(x), max(x_size, d_size))
     launch(
         _kernels().scales, (x.shape[0], 1, 1),
         x, d, x if counts is None else counts, limits, out, x_size, d_size, x.stride(0), d.stride(0),
         1 if counts is None else counts.numel(), tiny * x_size, tiny * d_size, float(bias), counts is not None,
-        x.shape[1] if last else 0, flags, TINY, SMALLEST, block, num_warps=warps,
+        x.shape[1] if last else 0, flags, TINY, SMALLEST, _at_once(x_size, d_size), num_warps=4,
     )  # fmt: skip
     return out
 
 
 def fused_moments(x: Tensor, d: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Sums of squares of each record's inputs (weighted by ``counts``) and cotangents: (records, 2), float32."""
-    found = torch.empty(x.shape[0], 2, dtype=torch.float32, device=x.device)
-    last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
+    """Sums of squares of each record's inputs (weighted by ``counts``) and cotangents: (records, shares, 2), float32.
+
+    Where records are few, several programs share one; the sum over shares is that of the record.
+    """
     x_size, d_size = x.numel() // len(x), d.numel() // len(d)
-    block, warps = _at_once(len(x), max(x_size, d_size))
+    splits = shares(len(x), max(x_size, d_size))
+    found = torch.empty(x.shape[0], splits, 2, dtype=torch.float32, device=x.device)
+    last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
     launch(
-        _kernels().moments, (x.shape[0], 1, 1),
+        _kernels().moments, (x.shape[0], splits, 1),
         x, d, x if counts is None else counts, found, x_size, d_size, x.stride(0), d.stride(0),
-        1 if counts is None else counts.numel(), counts is not None, x.shape[1] if last else 0, block, num_warps=warps,
+        1 if counts is None else counts.numel(), counts is not None, x.shape[1] if last else 0,
+        4096 if splits > 1 else _at_once(x_size, d_size), num_warps=8 if splits > 1 else 4,
     )  # fmt: skip
     return found
 
 
-def _at_once(records: int, size: int) -> tuple[int, int]:
-    """Numbers a program reads at once, and its warps: many where few programs share a device."""
-    if size > 16384 and records < _PROGRAMS // 4:
-        return 16384, 16
-    return (1024 if size > 512 else 128), 4
+def shares(records: int, size: int) -> int:
+    """Programs that share a record: enough to keep a large GPU busy, a power of two."""
+    if size <= 16384 or records >= _PROGRAMS // 2:
+        return 1
+    wanted = min(_PROGRAMS // records, size // 4096)
+    return 1 << (wanted.bit_length() - 1)
+
+
+def _at_once(*sizes: int) -> int:
+    """Numbers a program reads at once."""
+    return 1024 if max(sizes) > 512 else 128
 
 
 def fused_norms(x: Tensor, d: Tensor, bias: float, counts: Tensor | None = None) -> Tensor:

@@ -108,6 +108,51 @@ def sums(
 
 
 @triton.jit
+def record_totals(
+    x, d, scale, out, channels, positions, xn, xc, xp, dn, dc, dp, SCALED: tl.constexpr, PRODUCT: tl.constexpr,
+    CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One record's part of ``sums``: out[record, 0, c] = sum over positions of d, out[record, 1, c] = that of d x."""
+    n = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    plain = tl.zeros((DEPTH, CHANNELS), dtype=tl.float64)
+    product = tl.zeros((DEPTH, CHANNELS), dtype=tl.float64)
+    s = 1.0
+    if SCALED:
+        s = tl.load(scale + n).to(tl.float32)
+    for start in range(0, positions, DEPTH):
+        p = start + tl.arange(0, DEPTH)
+        inside = (p < positions)[:, None] & (c < channels)[None, :]
+        a = tl.load(d + n * dn + p[:, None] * dp + c[None, :] * dc, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:  # in float32, as in `products` and `sums`: which of them sums depends on the size of the batch
+            a = tl.where(s > 0, a, 0.0) * s
+        a = a.to(tl.float64)
+        plain += a
+        if PRODUCT:
+            b = tl.load(x + n * xn + p[:, None] * xp + c[None, :] * xc, mask=inside, other=0.0).to(tl.float64)
+            if SCALED:
+                b = tl.where(s > 0, b, 0.0)
+            product += a * b
+    rows = 2 if PRODUCT else 1
+    place = out + n * rows * channels + c
+    tl.store(place, tl.sum(plain, 0), mask=c < channels)
+    if PRODUCT:
+        tl.store(place + channels, tl.sum(product, 0), mask=c < channels)
+
+
+@triton.jit
+def over_records(totals, out, records, size, ENTRIES: tl.constexpr, RECORDS: tl.constexpr):
+    """out[e] = sum over records of totals[record, e]."""
+    e = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    acc = tl.zeros((RECORDS, ENTRIES), dtype=tl.float64)
+    for start in range(0, records, RECORDS):
+        n = start + tl.arange(0, RECORDS)
+        acc += tl.load(totals + n[:, None] * size + e[None, :], mask=(n < records)[:, None] & (e < size)[None, :],
+                       other=0.0)  # fmt: skip
+    tl.store(out + e, tl.sum(acc, 0), mask=e < size)
+
+
+@triton.jit
 def scales(
     x, d, counts, limits, out, x_size, d_size, x_step, d_step, places, tiny_x, tiny_d, bias,
     WEIGHTED: tl.constexpr, CHANNELS: tl.constexpr, FLAGS: tl.constexpr, FLOOR: tl.constexpr, SMALLEST: tl.constexpr,
@@ -147,13 +192,14 @@ def _energies(
     x, d, counts, n, x_size, d_size, x_step, d_step, places, WEIGHTED: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums of squares of one record's inputs and cotangents.
+    """Sums of squares of one record's inputs and cotangents, or of this program's blocks of them.
 
     CHANNELS is the number of channels where they lie last, 0 where positions do; ``counts`` weighs positions.
     """
     x2 = tl.zeros((BLOCK,), dtype=tl.float32)
     d2 = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, max(x_size, d_size), BLOCK):  # both at once: few programs wait for memory, not for bandwidth
+    step = BLOCK * tl.num_programs(1)
+    for start in range(tl.program_id(1) * BLOCK, max(x_size, d_size), step):  # both at once: loads wait together
         e = start + tl.arange(0, BLOCK)
         a = tl.load(x + n * x_step + e, mask=e < x_size, other=0.0).to(tl.float32)
         b = tl.load(d + n * d_step + e, mask=e < d_size, other=0.0).to(tl.float32)
@@ -171,17 +217,37 @@ def moments(
     x, d, counts, out, x_size, d_size, x_step, d_step, places, WEIGHTED: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[record]: sums of squares of its inputs and of its cotangents."""
+    """out[record, program]: sums of squares of the record's inputs and of its cotangents, as far as a program goes."""
     n = tl.program_id(0).to(tl.int64)
     x2, d2 = _energies(x, d, counts, n, x_size, d_size, x_step, d_step, places, WEIGHTED, CHANNELS, BLOCK)
-    tl.store(out + 2 * n, x2)
-    tl.store(out + 2 * n + 1, d2)
+    place = out + 2 * (n * tl.num_programs(1) + tl.program_id(1))
+    tl.store(place, x2)
+    tl.store(place + 1, d2)
+
+
+@triton.jit
+def _whole(found, n, SPLITS: tl.constexpr):
+    """A record's two sums of squares from those of the programs that shared it."""
+    k = 2 * (n * SPLITS + tl.arange(0, SPLITS))
+    return tl.sum(tl.load(found + k), 0), tl.sum(tl.load(found + k + 1), 0)
+
+
+@triton.jit
+def finish_scales(
+    found, limits, out, tiny_x, tiny_d, bias, FLAGS: tl.constexpr, FLOOR: tl.constexpr, SMALLEST: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """As ``scales``, from the sums of squares that ``moments`` found."""
+    n = tl.program_id(0).to(tl.int64)
+    x2, d2 = _whole(found, n, SPLITS)
+    x_norm, d_norm = tl.sqrt_rn(x2 + tiny_x + bias), tl.sqrt_rn(d2 + tiny_d)
+    tl.store(out + n, _limited(x_norm, d_norm, limits, FLAGS, FLOOR, SMALLEST))
 
 
 @triton.jit
 def finish_exact(
     found, squares, sums, out, tiny_x, tiny_d, bias, beta2, share, rounding, tiles,
-    SUMS: tl.constexpr, TILES: tl.constexpr,
+    SUMS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Norm of each record's product from its squares by tile, and what rounding may hide; infinite if not finite.
 
@@ -189,8 +255,9 @@ def finish_exact(
     that product what the sum that is formed may be. With SUMS, beta2 times the squares of ``sums`` belong to the bias.
     """
     n = tl.program_id(0).to(tl.int64)
-    x2 = tl.load(found + 2 * n).to(tl.float64) + tiny_x + bias
-    d2 = tl.load(found + 2 * n + 1).to(tl.float64) + tiny_d
+    x2, d2 = _whole(found, n, SPLITS)
+    x2 = x2.to(tl.float64) + tiny_x + bias
+    d2 = d2.to(tl.float64) + tiny_d
     total = tl.zeros((TILES,), dtype=tl.float64)
     for start in range(0, tiles, TILES):
         e = start + tl.arange(0, TILES)

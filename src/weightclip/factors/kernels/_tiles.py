@@ -70,8 +70,8 @@ def tile_additions(group: int) -> int:
 
 def tile_sums(
     x: Tensor, d: Tensor, scale: Tensor | None, window: Window = POINT, stored: torch.dtype = torch.float64,
-    group: int = 0, bias: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    group: int = 0,
+) -> Tensor:  # fmt: skip
     """sum_n scale_n (gradient of record n) as (out, in, kernel height, kernel width), a view of channels last.
 
     Args:
@@ -81,7 +81,6 @@ def tile_sums(
         window: The convolution.
         stored: What the sum may be stored in, once, if a copy can be saved; it is float64 otherwise.
         group: Rows that may be added in float32, as :func:`tile_group` says; 0: none.
-        bias: Whether the bias's gradient is wanted too, as that of a column of ones; None otherwise.
 
     Formal guarantees:
         Record n adds scale_n T_n with T_n a function of its own x and d alone: float32 sums over its positions that
@@ -100,21 +99,12 @@ def tile_sums(
     single = group > 0 or (parts == 1 and stored == torch.float32)
     kind = torch.float32 if single else torch.float64
     found = torch.empty(parts, flat.outs, flat.columns, dtype=kind, device=x.device)
-    sums = torch.empty(parts, flat.outs, dtype=kind, device=x.device) if bias else None
-    _launch(flat, scale, found, sums, share, parts, False, group > 0, how)
-    whole, ones = (_together(t) for t in (found, sums))
-    assert whole is not None
+    _launch(flat, scale, found, share, parts, False, group > 0, how)
+    # few float32 parts are added in float32, as `tile_additions` counts, all others in float64
+    whole = found[0] if parts == 1 else found.sum(0, dtype=None if parts <= _PARTS else torch.float64)
     high, wide = window.kernel
     channels = flat.columns // (high * wide)
-    weight = whole.as_strided((flat.outs, channels, high, wide), (flat.columns, 1, wide * channels, channels))
-    return weight, ones
-
-
-def _together(parts: Tensor | None) -> Tensor | None:
-    """The sum over parts: few float32 ones in float32, as `tile_additions` counts, all others in float64."""
-    if parts is None or len(parts) == 1:
-        return None if parts is None else parts[0]
-    return parts.sum(0, dtype=None if len(parts) <= _PARTS else torch.float64)
+    return whole.as_strided((flat.outs, channels, high, wide), (flat.columns, 1, wide * channels, channels))
 
 
 def _parts(flat: _Flat, how: Tiling, group: int) -> int:
@@ -164,7 +154,7 @@ def tile_norms(x: Tensor, d: Tensor, beta: float, window: Window = POINT, counts
         _norm_kernels().finish_exact, (flat.records, 1, 1),
         found, squares, out if sums is None else sums, out, _TINIEST * x_size * math.prod(window.kernel),
         _TINIEST * d_size, beta**2 * flat.places, beta**2, share, rounding, squares.shape[1], sums is not None,
-        128, num_warps=1,
+        128, found.shape[1], num_warps=1,
     )  # fmt: skip
     return out
 
@@ -195,9 +185,9 @@ def tiling(outs: int, columns: int, places: int, dtype: torch.dtype, grouped: bo
     """How a layer's product is cut into tiles, by its shape."""
     if dtype == torch.float32:
         return Tiling(_power(outs, 128), _power(columns, 64), 1, _power(places, 32), 4, 3)
-    if grouped and outs >= 128 and columns >= 256 and 64 < places <= 128:
-        return Tiling(128, 128, 2, 128, 8, 2)
-    if (places <= 64 or grouped) and outs >= 128 and columns >= 128:
+    if grouped and outs >= 128 and columns >= 128 and 64 < places <= 128:
+        return Tiling(128, 64, 2, 128, 8, 3)
+    if places <= 64 and outs >= 128 and columns >= 128:
         return Tiling(128, 128, 1, _power(places, 64), 8, 4 if places <= 32 else 3)
     few = places <= 128 or outs <= 64
     return Tiling(_power(outs, 64 if few else 128), _power(columns, 64), 1, _power(places, 128 if few else 64), 4, 3)
@@ -250,16 +240,14 @@ def _flat(x: Tensor, d: Tensor, window: Window) -> _Flat:
 
 
 def _launch(
-    flat: _Flat, scale: Tensor | None, out: Tensor, sums: Tensor | None, share: int, parts: int, squares: bool,
-    grouped: bool, how: Tiling,
+    flat: _Flat, scale: Tensor | None, out: Tensor, share: int, parts: int, squares: bool, grouped: bool, how: Tiling
 ) -> None:  # fmt: skip
     x, d = flat.x, flat.d
     launch(
         _kernels().tiles, (-(-flat.outs // how.rows), -(-flat.columns // (how.cols * how.halves)), parts),
-        x, d, x if scale is None else scale, out, out if sums is None else sums, flat.records, share, x.shape[1],
-        x.shape[2], *x.stride()[:3], d.stride(0), *flat.shape(), scale is not None, squares, grouped, sums is not None,
-        x.dtype == torch.float32, not x.is_cuda, how.halves, how.rows, how.cols, how.depth, num_warps=how.warps,
-        num_stages=how.stages,
+        x, d, x if scale is None else scale, out, flat.records, share, x.shape[1], x.shape[2], *x.stride()[:3],
+        d.stride(0), *flat.shape(), scale is not None, squares, grouped, x.dtype == torch.float32, not x.is_cuda,
+        how.halves, how.rows, how.cols, how.depth, num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
 
 
@@ -269,24 +257,23 @@ def _squares(flat: _Flat) -> Tensor:
     across = -(-flat.outs // how.rows) * -(-flat.columns // how.cols)
     share = max(1, flat.records * across // (4 * _WAVES))
     found = torch.empty(flat.records, across, dtype=torch.float32, device=flat.d.device)
-    _launch(flat, None, found, None, share, -(-flat.records // share), True, False, how)
+    _launch(flat, None, found, share, -(-flat.records // share), True, False, how)
     return found
 
 
 def _grams(flat: _Flat, beta: float) -> tuple[Tensor, float, None]:
-    """Squared norms by blocks of positions, (records, blocks), and the share of the factors' norms they may be off."""
+    """Squared norms by records, (records, 1), and the share of the factors' norms they may be off."""
     whole = _power(flat.places, WIDEST_GRAM)
-    rows, depth = min(64, whole), 64 if flat.x.dtype != torch.float32 else 32
-    blocks = -(-flat.places // rows)
-    found = torch.empty(flat.records, blocks, dtype=torch.float32, device=flat.d.device)
+    depth, warps = 64 if flat.x.dtype != torch.float32 else 32, 8 if whole > 64 else 4
+    found = torch.empty(flat.records, 1, dtype=torch.float32, device=flat.d.device)
     x, d = flat.x, flat.d
     launch(
-        _kernels().grams, (flat.records, blocks, 1),
+        _kernels().grams, (flat.records, 1, 1),
         x, d, found, x.shape[1], x.shape[2], beta**2, *x.stride()[:3], d.stride(0), *flat.shape(),
-        x.dtype == torch.float32, not x.is_cuda, rows, whole, depth, num_warps=4, num_stages=3,
+        x.dtype == torch.float32, not x.is_cuda, whole, depth, num_warps=warps, num_stages=4,
     )  # fmt: skip
     # inner products on tensor cores; additions of those and of a thread's entries, then across threads
-    plain = (flat.columns + flat.outs) // depth + 2 + rows * whole // 128 + 16
+    plain = (flat.columns + flat.outs) // depth + 2 + whole * whole // (32 * warps) + 16
     return found, 2 * depth * UNIT + plain * 2.0**-24, None
 
 

@@ -49,19 +49,18 @@ def _added(total, part, s, SCALED: tl.constexpr, GROUPED: tl.constexpr):
 
 @triton.jit
 def tiles(
-    x, d, scale, out, sums, records, share, height, width, xn, xh, xw, dn,
+    x, d, scale, out, records, share, height, width, xn, xh, xw, dn,
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr, WIDE: tl.constexpr, KERNEL_W: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, DIL_H: tl.constexpr,
     DIL_W: tl.constexpr, OUTS: tl.constexpr, SCALED: tl.constexpr, SQUARES: tl.constexpr, GROUPED: tl.constexpr,
-    BIAS: tl.constexpr, CUT: tl.constexpr, WIDEN: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, DEPTH: tl.constexpr,
+    CUT: tl.constexpr, WIDEN: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """out[part, o, column] = sum over this part's records of scale * (float32 product over the record's positions).
 
-    With BIAS, sums[part, o] is the same of a column of ones. With SQUARES, out[record, tile] is the sum of squares of
-    that record's product in this tile instead. A record's product begins with zero and ends with its last position:
-    nothing of another record enters it. With HALVES = 2 a program has two tiles beside each other, whose records fit
-    into one step.
+    With SQUARES, out[record, tile] is the sum of squares of that record's product in this tile instead. A record's
+    product begins with zero and ends with its last position: nothing of another record enters it. With HALVES = 2 a
+    program has two tiles beside each other, and a record's positions fit into one step.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * (COLS * HALVES) + tl.arange(0, COLS)
@@ -70,10 +69,6 @@ def tiles(
     part = tl.zeros((ROWS, COLS), dtype=tl.float32)
     if HALVES == 2:
         second = tl.zeros((ROWS, COLS), dtype=tl.float32 if GROUPED else tl.float64)
-    if BIAS:  # sixteen equal columns: the fewest that a product has
-        plain = tl.zeros((ROWS, 16), dtype=tl.float32 if GROUPED else tl.float64)
-        plain_part = tl.zeros((ROWS, 16), dtype=tl.float32)
-        ones = tl.full((DEPTH, 16), 1.0, tl.float32 if WIDEN else d.dtype.element_ty)
     first = tl.program_id(2) * share
     last = min(first + share, records)
     for t in range(first * CHUNKS, last * CHUNKS):
@@ -93,8 +88,6 @@ def tiles(
         b = _operand(b, CUT, WIDEN)
         if CHUNKS > 1:
             part = tl.dot(a, b, part, input_precision="tf32")
-            if BIAS:
-                plain_part = tl.dot(a, ones, plain_part, input_precision="tf32")
             if t % CHUNKS == CHUNKS - 1:  # the record is complete
                 if SQUARES:
                     tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
@@ -102,9 +95,6 @@ def tiles(
                     tl.store(out + n * across + tile, tl.sum(tl.sum(part * part, 1), 0))
                 else:
                     total = _added(total, part, s, SCALED, GROUPED)
-                if BIAS:
-                    plain = _added(plain, plain_part, s, SCALED, GROUPED)
-                    plain_part = tl.zeros((ROWS, 16), dtype=tl.float32)
                 part = tl.zeros((ROWS, COLS), dtype=tl.float32)
         else:
             whole = tl.dot(a, b, input_precision="tf32")
@@ -117,17 +107,11 @@ def tiles(
             if HALVES == 2:
                 other = tl.dot(a, _operand(c, CUT, WIDEN), input_precision="tf32")
                 second = _added(second, other, s, SCALED, GROUPED)
-            if BIAS:
-                plain = _added(plain, tl.dot(a, ones, input_precision="tf32"), s, SCALED, GROUPED)
     if not SQUARES:
         place = out + (tl.program_id(2).to(tl.int64) * OUTS + row)[:, None] * COLUMNS + col[None, :]
         tl.store(place, total, mask=(row < OUTS)[:, None] & (col < COLUMNS)[None, :])
         if HALVES == 2:
             tl.store(place + COLS, second, mask=(row < OUTS)[:, None] & (col + COLS < COLUMNS)[None, :])
-    if BIAS:
-        one = tl.sum(tl.where((tl.arange(0, 16) == 0)[None, :], plain, 0.0), 1)
-        whose = tl.where(tl.program_id(1) == 0, OUTS, 0)
-        tl.store(sums + tl.program_id(2).to(tl.int64) * OUTS + row, one, mask=row < whose)
 
 
 @triton.jit
@@ -135,35 +119,29 @@ def grams(
     x, d, out, height, width, beta2, xn, xh, xw, dn,
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr, WIDE: tl.constexpr, KERNEL_W: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, DIL_H: tl.constexpr,
-    DIL_W: tl.constexpr, OUTS: tl.constexpr, CUT: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr,
-    ALL: tl.constexpr, DEPTH: tl.constexpr,
+    DIL_W: tl.constexpr, OUTS: tl.constexpr, CUT: tl.constexpr, WIDEN: tl.constexpr, ALL: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out[record, block of rows] = sum over positions (s in the block, t) of (u_s u_t + beta^2) (d_s d_t).
+    """out[record] = sum over positions s, t of (u_s u_t + beta^2) (d_s d_t): the squared norm of its product and of
+    beta times its bias.
 
-    Summed over blocks: the squared norm of the record's product and beta times its bias. Inner products are added up
-    in float32 after every DEPTH summands, so that few roundings meet large numbers.
+    Inner products are added up in float32 after every DEPTH summands, so that few roundings meet large numbers.
     """
     n = tl.program_id(0).to(tl.int64)
-    s = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     t = tl.arange(0, ALL)
-    left = tl.zeros((ROWS, ALL), dtype=tl.float32)
+    left = tl.zeros((ALL, ALL), dtype=tl.float32)
     for k in range(0, COLUMNS, DEPTH):
         col = k + tl.arange(0, DEPTH)
-        a = _patch(x, n, s, col, xn, xh, xw, height, width, CHANNELS, COLUMNS, PLACES, WIDE, KERNEL_W, STRIDE_H,
+        u = _patch(x, n, t, col, xn, xh, xw, height, width, CHANNELS, COLUMNS, PLACES, WIDE, KERNEL_W, STRIDE_H,
                    STRIDE_W, PAD_H, PAD_W, DIL_H, DIL_W)  # fmt: skip
-        b = _patch(x, n, t, col, xn, xh, xw, height, width, CHANNELS, COLUMNS, PLACES, WIDE, KERNEL_W, STRIDE_H,
-                   STRIDE_W, PAD_H, PAD_W, DIL_H, DIL_W)  # fmt: skip
-        a, b = _operand(a, CUT, WIDEN), _operand(b, CUT, WIDEN)
-        left += tl.dot(a, tl.trans(b), input_precision="tf32")
-    right = tl.zeros((ROWS, ALL), dtype=tl.float32)
+        u = _operand(u, CUT, WIDEN)
+        left += tl.dot(u, tl.trans(u), input_precision="tf32")
+    right = tl.zeros((ALL, ALL), dtype=tl.float32)
     for k in range(0, OUTS, DEPTH):
         e = k + tl.arange(0, DEPTH)
-        a = tl.load(
-            d + n * dn + s[:, None] * OUTS + e[None, :], mask=(s < PLACES)[:, None] & (e < OUTS)[None, :], other=0.0
-        )
-        b = tl.load(
+        v = tl.load(
             d + n * dn + t[:, None] * OUTS + e[None, :], mask=(t < PLACES)[:, None] & (e < OUTS)[None, :], other=0.0
         )
-        a, b = _operand(a, CUT, WIDEN), _operand(b, CUT, WIDEN)
-        right += tl.dot(a, tl.trans(b), input_precision="tf32")
-    tl.store(out + n * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.sum((left + beta2) * right, 1), 0))
+        v = _operand(v, CUT, WIDEN)
+        right += tl.dot(v, tl.trans(v), input_precision="tf32")
+    tl.store(out + n, tl.sum(tl.sum((left + beta2) * right, 1), 0))
