@@ -2,7 +2,7 @@
 # The text study on one GPU that is there for some minutes. Before, here (encoder, tokens, packages, noise multipliers; the
 # last line is for SMOKE):
 #   for e in 3 4 6; do weightclip-study text --prepare --plan --epochs $e --prepared KEPT/prepared --runs KEPT --site runs/gpu; done
-#   weightclip-study text --prepare --plan --epochs 1 --records 8192 --prepared KEPT/prepared --runs KEPT/smoke
+#   weightclip-study text --prepare --plan --epochs 4 --records 8192 --prepared KEPT/prepared --runs KEPT/smoke
 # Then, on the machine, from the root of the checkout, as often as there is time:
 #   SMOKE=1 sh studies/benchmarks/text.sh                      half a minute: the whole plan in a tiny form; keeps nothing
 #   sh studies/benchmarks/text.sh --timing                     times of all methods, with nothing else on the GPU

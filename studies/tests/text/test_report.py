@@ -52,7 +52,9 @@ def test_a_page_without_marks_or_table_is_refused(tmp_path):
 
 
 def plain(*words):
-    return subprocess.run([sys.executable, ROOT / "studies/benchmarks/plain.py", *words], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, ROOT / "studies/benchmarks/plain.py", *words], capture_output=True, text=True
+    )
 
 
 def test_commands_run_without_typer(tmp_path):

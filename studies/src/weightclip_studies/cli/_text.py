@@ -36,7 +36,9 @@ def text(
         bool, typer.Option("--plan", help="everything that tunes the encoder, the most important first")
     ] = False,
     recipes: Annotated[bool, typer.Option("--recipes", help="compare recipes on the dev part; make no rows")] = False,
-    timing: Annotated[bool, typer.Option("--timing", help="time a few steps of each method; make no rows (with --plan: of all)")] = False,
+    timing: Annotated[
+        bool, typer.Option("--timing", help="time a few steps of each method; make no rows (with --plan: of all)")
+    ] = False,
     canaries: Annotated[
         int, typer.Option(help="audit one run of each row by so many inserted sentences; make no rows", min=0)
     ] = 0,

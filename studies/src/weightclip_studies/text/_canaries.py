@@ -33,7 +33,9 @@ class Canaries:
         """What `audit` finds, from the study's file if it was there before; None if there is no time left."""
         key = study.key(part, "canaries", repr(self), settings.told(), epsilon)
         runs = 2 * settings.steps(study.size)
-        return study.once(key, lambda: asdict(self.audit(study, part, settings, epsilon)), study.kind(part, settings), runs)
+        return study.once(
+            key, lambda: asdict(self.audit(study, part, settings, epsilon)), study.kind(part, settings), runs
+        )
 
     def sigma(self, study: Study, settings: Settings, epsilon: float) -> float:
         """The noise multiplier of the audited run, calibrated once: inserted sentences are records too."""
