@@ -124,7 +124,8 @@ def _times(rows: Sequence[Line]) -> str:
 def _audit(row: Line) -> str:
     return (
         f"The audit of {_PARTS[row['part']]} by {row['canaries']} inserted sentences guesses {row['correct']} of "
-        f"{row['guesses']} rightly: ε is at least {float(row['epsilon_lower']):.2f}, beside the claim of {row['epsilon']}."
+        f"{row['guesses']} rightly: ε is at least {float(row['epsilon_lower']):.2f}, beside the claim of "
+        f"{row['epsilon']}."
     )
 
 

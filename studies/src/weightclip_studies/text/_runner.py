@@ -95,8 +95,11 @@ class Runner:
             return [lambda r=row: self._keep(study.row(*r, seeds, told), self._table) for row in stage.rows]
         if isinstance(stage, Recipes):
             epsilon, part, path = stage.epsilon, stage.part, self.out.with_name("recipes.csv")
-            return [lambda n=name: self._keep(recipe_row(study, n, epsilon, part, told),
-                                              lambda row: write_recipes(path, [row])) for name in stage.names]  # fmt: skip
+
+            def put(row: Line) -> None:
+                write_recipes(path, [row])
+
+            return [lambda n=name: self._keep(recipe_row(study, n, epsilon, part, told), put) for name in stage.names]
         if isinstance(stage, Timing):
             timed = [lambda m=method: self._time(stage.part, m) for method in stage.methods]
             return [*timed, lambda: self._again(stage), lambda: self._foretell(stage.part)]
