@@ -1,19 +1,31 @@
 #!/bin/sh
-# The text study on one GPU, in calls of about nine minutes. Before, here (writes encoder, tokens and noise multipliers):
-#   weightclip-study text --prepare --plan --prepared runs/text/prepared --runs runs/text
+# The text study on one GPU that is there for some minutes. Before, here (encoder, tokens, packages, noise multipliers; the
+# last line is for SMOKE):
+#   for e in 3 4 6; do weightclip-study text --prepare --plan --epochs $e --prepared KEPT/prepared --runs KEPT --site runs/gpu; done
+#   weightclip-study text --prepare --plan --epochs 4 --records 8192 --prepared KEPT/prepared --runs KEPT/smoke
 # Then, on the machine, from the root of the checkout, as often as there is time:
-#   OUT=folder-to-keep sh studies/benchmarks/text.sh
-# KEPT is what an earlier call (or another machine) left in its OUT, or runs/text: trials.jsonl and noise.json in it are
-# taken over, and nothing in them is run again. Further words are options of `weightclip-study text`.
+#   SMOKE=1 sh studies/benchmarks/text.sh                      half a minute: the whole plan in a tiny form; keeps nothing
+#   sh studies/benchmarks/text.sh --timing                     times of all methods, with nothing else on the GPU
+#   sh studies/benchmarks/text.sh --epochs 4                   rows, an audit, recipes: the most important first
+# All that has to come back is OUT/text-trials.jsonl: put it in the place of KEPT/trials.jsonl, and nothing in it is run
+# again. Tables are made from it by --within 0. Further words are options of `weightclip-study text`.
 set -eu
-OUT=${OUT:-runs/text/kept}
-PREPARED=${PREPARED:-runs/text/prepared}
-KEPT=${KEPT:-runs/text}
+KEPT=${KEPT:-runs/gpu/text}
+SITE=${SITE:-runs/gpu/site}
+OUT=${OUT:-$KEPT/kept}
+WORK=${WORK:-$(mktemp -d)}
 mkdir -p "$OUT"
-for file in trials.jsonl noise.json sst2.csv recipes.csv canaries.csv; do
-    if [ -f "$KEPT/$file" ] && [ ! -f "$OUT/$file" ]; then cp "$KEPT/$file" "$OUT/$file"; fi
-done
-export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/src:$PWD/studies/src${PYTHONPATH:+:$PYTHONPATH}"
-python3 studies/benchmarks/need.py torch numpy scipy sklearn safetensors dp_accounting opacus matplotlib typer rich
-exec python3 -c 'from weightclip_studies.cli import main; main()' text --plan --prepared "$PREPARED" --runs "$OUT" \
-    --out "$OUT/sst2.csv" --within "${WITHIN:-500}" --jobs "${JOBS:-3}" "$@"
+export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/src:$PWD/studies/src:$PWD/$SITE${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
+if [ "${SMOKE:-}" ]; then
+    python3 studies/benchmarks/need.py torch numpy scipy sklearn safetensors dp_accounting opacus typer rich
+    KEPT=$KEPT/smoke
+    set -- --records 8192 --epochs 4 --seeds 1 "$@"
+else
+    touch "$OUT/text-trials.jsonl"
+    if [ -f "$KEPT/trials.jsonl" ] && [ ! -s "$OUT/text-trials.jsonl" ]; then cp "$KEPT/trials.jsonl" "$OUT/text-trials.jsonl"; fi
+    ln -sf "$(cd "$OUT" && pwd)/text-trials.jsonl" "$WORK/trials.jsonl"
+fi
+cp "$KEPT/noise.json" "$WORK/noise.json"
+exec python3 studies/benchmarks/plain.py text --plan --prepared "${KEPT%/smoke}/prepared" \
+    --runs "$WORK" --out "$WORK/sst2.csv" --within "${WITHIN:-300}" --jobs "${JOBS:-4}" "$@"

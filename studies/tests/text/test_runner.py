@@ -28,6 +28,7 @@ from weightclip_studies.text import (
     Trial,
     calibrate,
     plan,
+    timings,
 )
 from weightclip_studies.text import _recipes as recipes_module
 from weightclip_studies.text import _runner as runner_module
@@ -38,13 +39,18 @@ STAGES = plan(Lora(), Last(), Full())
 
 
 def test_the_plan_holds_every_row_once():
-    rows = [(p.name, m, e) for stage in STAGES if isinstance(stage, Rows) for p, m, e in stage.rows]
-    assert len(set(rows)) == len(rows)
+    found = [(stage.most, p.name, m, e) for stage in STAGES if isinstance(stage, Rows) for p, m, e in stage.rows]
+    rows = [row for most, *row in found if most is None]
+    assert len(set(map(tuple, rows))) == len(rows)
+    early = [row for most, *row in found if most is not None]  # rows that have few seeds first get all of them later
+    assert early and all(found.index((3, *row)) < found.index((None, *row)) for row in early)
     three = {("lora", m, e) for m in METHODS if m != "non-private" for e in (8.0, 3.0, 1.0)}
     others = {(p, m, e) for p in ("last", "full") for m in ("cap", "opacus") for e in (8.0, 3.0, 1.0)}
     others |= {(p, m, 8.0) for p in ("last", "full") for m in ("factors", "quantiles")}
-    assert set(rows) == three | others | {(p, "non-private", None) for p in ("lora", "last", "full")}
-    assert {s.part.name for s in STAGES if isinstance(s, Timing)} == {"lora", "last", "full"}
+    assert set(map(tuple, rows)) == three | others | {(p, "non-private", None) for p in ("lora", "last", "full")}
+    timed = timings(Lora(), Last(), Full())
+    assert {s.part.name for s in timed if isinstance(s, Timing)} == {"lora", "last", "full"} and len(timed) == 3
+    assert not any(isinstance(s, Timing) for s in STAGES)  # which would wait for each other
     named = [n for s in STAGES if isinstance(s, Recipes) and s.epsilon == 8.0 for n in s.names]
     assert named == list(RECIPES) and any(isinstance(s, Audit) for s in STAGES)
     assert max(RATES["lora"]) == 0.02  # the best rate of the first table was the largest of its grid, 0.005
@@ -145,7 +151,11 @@ def test_noise_is_calibrated_for_all_stages(data, tmp_path):
     study = Study(data, tmp_path / "runs")
     asked = []
     study.sigma = lambda settings, epsilon: asked.append((settings.batch, epsilon, settings.recipe.warm)) or 1.0
+    counted = []
+    study.multiplier = lambda epsilon, n, batch, steps: counted.append((epsilon, n, batch)) or 1.0
     assert all(found == 1.0 for found in calibrate(study, STAGES))
+    assert [(e, b) for e, _, b in counted] == [(8.0, 4096)]  # the audit's, of more records than the study's
+    assert study.size < counted[0][1] < study.size + 64
     assert {(4096, e, 0.0) for e in (8.0, 3.0, 1.0)} | {(8192, 8.0, 0.0), (16384, 8.0, 0.0), (4096, 8.0, 50.0)} <= set(
         asked
     )

@@ -36,13 +36,21 @@ def text(
         bool, typer.Option("--plan", help="everything that tunes the encoder, the most important first")
     ] = False,
     recipes: Annotated[bool, typer.Option("--recipes", help="compare recipes on the dev part; make no rows")] = False,
-    timing: Annotated[bool, typer.Option("--timing", help="time a few steps of each method; make no rows")] = False,
+    timing: Annotated[
+        bool, typer.Option("--timing", help="time a few steps of each method; make no rows (with --plan: of all)")
+    ] = False,
     canaries: Annotated[
         int, typer.Option(help="audit one run of each row by so many inserted sentences; make no rows", min=0)
     ] = 0,
+    site: Annotated[
+        Path | None, typer.Option(help="with --prepare: copy packages that a bare machine lacks into SITE/site")
+    ] = None,
     prepare: Annotated[bool, typer.Option("--prepare", help="write the encoder and the tokens, train nothing")] = False,
     prepared: Annotated[Path, typer.Option(help="folder that --prepare writes")] = Path("runs/text/prepared"),
     runs: Annotated[Path, typer.Option(help="folder that keeps every trial")] = Path("runs/text"),
+    page: Annotated[
+        Path | None, typer.Option(help="Markdown page whose tables are written from --out at the end")
+    ] = None,
     out: Annotated[Path, typer.Option(help="CSV file; other rows in it are kept")] = Path("runs/text/sst2.csv"),
 ) -> None:
     """Fine-tune MiniLM on SST-2: settings chosen on the dev part by the same trials for all, test part read once.
@@ -50,11 +58,12 @@ def text(
     First --prepare, then --part lora --epsilon 8 --method cap --method opacus --jobs 3, say. Whatever was run before is
     read from --runs and not run again: a study that was interrupted goes on by the same command.
 
-    Example: weightclip-study text --plan --within 540 --jobs 3
+    Example: weightclip-study text --plan --within 540 --jobs 4
     """
     import torch
 
     from weightclip.text import load_encoder
+    from weightclip_studies.images._pieces import pack_packages
     from weightclip_studies.text import (
         METHODS,
         SPLITS,
@@ -74,6 +83,8 @@ def text(
         calibrate,
         load_sst2,
         recipes_of,
+        timings,
+        write_page,
     )
     from weightclip_studies.text import plan as all_stages
     from weightclip_studies.text import prepare as write_prepared
@@ -90,12 +101,14 @@ def text(
             raise WeightclipError(f"--epsilon {value:g}: choose a number above 0.")
     if device and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise WeightclipError(f"--device {device}: choose cpu or cuda.")
-    if plan and (part or method or epsilon or timing or canaries or recipes):
+    if plan and (part or method or epsilon or canaries or recipes):
         raise WeightclipError("--plan chooses parts, methods and budgets: leave those options out.")
+    if site and not prepare:
+        raise WeightclipError("--site goes with --prepare.")
     names, methods, budgets = part or ["head"], method or list(METHODS), epsilon or [8.0, 3.0, 1.0]
     stages: list[Stage] = []
     if plan:
-        stages = list(all_stages(Lora(rank), Last(layers), Full()))
+        stages = list((timings if timing else all_stages)(Lora(rank), Last(layers), Full()))
     elif timing:
         stages = [Timing(parts[n], tuple(dict.fromkeys(["non-private", *methods]))) for n in names]
     elif recipes:
@@ -113,6 +126,8 @@ def text(
                 stages.append(Rows((*((parts[n], w, e) for w in methods if w != "non-private"), *ceiling)))
     if prepare:
         features = "head" in names and not plan
+        if site:
+            pack_packages(site)
         write_prepared(prepared, load_encoder("minilm"), {s: load_sst2(s) for s in SPLITS}, features)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     until = float("inf") if within is None else time.time() + within if within else 0.0
@@ -122,4 +137,6 @@ def text(
         print(f"{prepared}; {found} noise multipliers in {runs}")
         return
     Runner(study, seeds, jobs, out, Console(stderr=True).print).run(stages)
+    if page:
+        write_page(page, out)
     print(out)

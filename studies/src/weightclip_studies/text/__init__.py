@@ -22,6 +22,7 @@ from ._plan import Stage as Stage
 from ._plan import Timing as Timing
 from ._plan import calibrate as calibrate
 from ._plan import plan as plan
+from ._plan import timings as timings
 from ._prepared import SPLITS as SPLITS
 from ._prepared import Prepared as Prepared
 from ._prepared import prepare as prepare
@@ -29,6 +30,7 @@ from ._recipes import RECIPES as RECIPES
 from ._recipes import recipe_row as recipe_row
 from ._recipes import recipes_of as recipes_of
 from ._recipes import write_recipes as write_recipes
+from ._report import write_page as write_page
 from ._runner import Runner as Runner
 from ._settings import METHODS as METHODS
 from ._settings import Recipe as Recipe

@@ -32,7 +32,21 @@ class Canaries:
     def kept(self, study: Study, part: Part, settings: Settings, epsilon: float) -> dict[str, Any] | None:
         """What `audit` finds, from the study's file if it was there before; None if there is no time left."""
         key = study.key(part, "canaries", repr(self), settings.told(), epsilon)
-        return study.once(key, lambda: asdict(self.audit(study, part, settings, epsilon)))
+        runs = 2 * settings.steps(study.size)
+        return study.once(
+            key, lambda: asdict(self.audit(study, part, settings, epsilon)), study.kind(part, settings), runs
+        )
+
+    def sigma(self, study: Study, settings: Settings, epsilon: float) -> float:
+        """The noise multiplier of the audited run, calibrated once: inserted sentences are records too."""
+        n = study.size + int(self._coins(len(study.data.labels("dev")[: self.count]))[0].sum())
+        return study.multiplier(epsilon, n, settings.batch, settings.steps(n))
+
+    def _coins(self, count: int) -> tuple[Tensor, Tensor]:
+        """Whether each canary is among the records, and its label."""
+        generator = torch.Generator().manual_seed(self.seed)
+        present = torch.rand(count, generator=generator) < 0.5
+        return present, torch.randint(0, 2, (count,), generator=generator)
 
     def audit(self, study: Study, part: Part, settings: Settings, epsilon: float) -> OneRun:
         """Train once, guess which canaries were there, and bound ε from below.
@@ -44,16 +58,14 @@ class Canaries:
             The guesses read the weights that the run releases, and public data. If the claim holds, ``epsilon_lower``
             exceeds ``epsilon`` with a chance of at most one in twenty [Steinke2023].
         """
-        generator = torch.Generator().manual_seed(self.seed)
         train, dev, _ = study.inputs(part)
         canaries = dev[: self.count, : train.shape[1]]
         count = len(canaries)
-        present = torch.rand(count, generator=generator) < 0.5
-        labels = torch.randint(0, 2, (count,), generator=generator)
+        present, labels = self._coins(count)
         x = torch.cat([train, canaries[present.to(train.device)]])
         y = torch.cat([study.data.labels("train")[: study.records], labels[present]]).to(x.device)
         rate, steps = settings.batch / len(x), settings.steps(len(x))
-        sigma = study.noise.get(epsilon, len(x), settings.batch, steps)
+        sigma = self.sigma(study, settings, epsilon)
 
         def liked(run: Run) -> Tensor:
             scores = run.scores(canaries)

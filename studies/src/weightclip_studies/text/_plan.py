@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from weightclip_studies.text._canaries import Canaries
 from weightclip_studies.text._networks import Full, Last, Lora, Part
 from weightclip_studies.text._recipes import RECIPES, trials
 from weightclip_studies.text._study import Study
@@ -12,9 +13,16 @@ from weightclip_studies.text._study import Study
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of the table: what is trained, how, and at which ε (None without privacy)."""
+    """Rows of the table.
+
+    Attributes:
+        rows: What is trained, how, and at which ε (None without privacy).
+        most: Runs of the chosen settings on the test part, where that is fewer than the study asks for: a row is there
+            earlier, and a later stage completes it.
+    """
 
     rows: tuple[tuple[Part, str, float | None], ...]
+    most: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,35 +56,42 @@ Stage = Rows | Timing | Recipes | Audit
 
 
 def plan(lora: Lora, last: Last, full: Full) -> tuple[Stage, ...]:
-    """Stages, the most important first; one begins when the one before it has ended."""
+    """Stages, the most important first: what the table has to say at least, then all of it, then recipes."""
     main, other = ("cap", "opacus"), ("factors", "quantiles")
-    timed = ("non-private", *main, *other)
 
-    def rows(part: Part, epsilons: Sequence[float], methods: Sequence[str]) -> Rows:
-        return Rows(tuple((part, method, e) for e in epsilons for method in methods))
+    def rows(part: Part, epsilons: Sequence[float], methods: Sequence[str], most: int | None = None) -> Rows:
+        return Rows(tuple((part, method, e) for e in epsilons for method in methods), most)
 
-    def ceiling(part: Part) -> Rows:
-        return Rows(((part, "non-private", None),))
+    def ceiling(part: Part, most: int | None = None) -> Rows:
+        return Rows(((part, "non-private", None),), most)
 
     return (
         rows(lora, [8.0, 3.0, 1.0], main),
-        Timing(lora, timed),
         Audit(lora, "cap", 8.0, 4000),
+        ceiling(lora),
+        rows(full, [8.0], main, 3),
+        rows(last, [8.0], main, 3),
+        rows(lora, [8.0], other, 3),
+        ceiling(full, 3),
+        ceiling(last, 3),
         rows(last, [8.0], main),
         rows(full, [8.0], main),
-        ceiling(lora),
         rows(lora, [8.0], other),
         ceiling(last),
         ceiling(full),
-        Timing(last, timed),
-        Timing(full, timed),
-        rows(lora, [3.0, 1.0], other),
         rows(last, [3.0, 1.0], main),
+        rows(lora, [3.0, 1.0], other),
         rows(full, [3.0, 1.0], main),
         rows(last, [8.0], other),
         rows(full, [8.0], other),
         Recipes(tuple(RECIPES), 8.0, lora),
     )
+
+
+def timings(lora: Lora, last: Last, full: Full) -> tuple[Stage, ...]:
+    """What is timed beside the plan, on a device that does nothing else meanwhile; the most important first."""
+    methods = ("cap", "non-private", "opacus", "factors", "quantiles")
+    return Timing(lora, methods), Timing(full, methods), Timing(last, methods)
 
 
 def calibrate(study: Study, stages: Sequence[Stage]) -> Iterator[float]:
@@ -90,3 +105,5 @@ def calibrate(study: Study, stages: Sequence[Stage]) -> Iterator[float]:
             for name in stage.names:
                 for group in trials(study, name, stage.epsilon, stage.part):
                     yield study.sigma(group[0].settings, stage.epsilon)
+        elif isinstance(stage, Audit):
+            yield Canaries(stage.canaries).sigma(study, study.grid(stage.part, stage.method)[1], stage.epsilon)

@@ -17,7 +17,7 @@ from weightclip_studies.text._study import CLIPS, Line, Study, Told, Trial
 COLUMNS = ("recipe", "part", "method", "epsilon", "delta", "seeds", "rate", "dev", "sem", "above_plain", "steps",
            "batch", "device")  # fmt: skip
 _SEEDS = (1000, 1001)
-_RATES = {"head": (0.3, 1.0), "lora": (1e-2, 2e-2)}
+_RATES = {"head": (0.3, 1.0), "lora": (5e-3, 1e-2)}
 _METHOD = "cap"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,10 @@ from weightclip.errors import WeightclipError
 from weightclip_studies.text._canaries import Canaries
 from weightclip_studies.text._figure import figure
 from weightclip_studies.text._jobs import Jobs, write
+from weightclip_studies.text._networks import Part
 from weightclip_studies.text._plan import Audit, Recipes, Rows, Stage, Timing, calibrate
 from weightclip_studies.text._recipes import recipe_row, write_recipes
+from weightclip_studies.text._settings import Settings
 from weightclip_studies.text._study import Line, Study, Told
 
 
@@ -56,38 +59,71 @@ class Runner:
         if self.jobs > 1 and study.until:
             pool = study.at_once = Jobs(study, self.jobs)
         try:
-            for number, stage in enumerate(stages, 1):
-                left = max(0.0, study.until - time.time())
-                if study.until and not left:
-                    self.told(f"no time left: stages {number} to {len(stages)} were not begun")
-                    break
-                self.told(f"stage {number} of {len(stages)}: {type(stage).__name__.lower()}, {left:.0f} s left")
-                self._stage(stage)
+            self._all(stages)
         finally:
             if pool is not None:
                 pool.close()
-        if self.out.exists():
+        if self.out.exists() and importlib.util.find_spec("matplotlib") is not None:
             figure(self.out, self.out.with_suffix(".png"))
         if self._failed:
             raise self._failed[0]
 
-    def _stage(self, stage: Stage) -> None:
+    def _all(self, stages: Sequence[Stage]) -> None:
+        """In order; what need not have the device for itself may begin before what stands before it has ended."""
+        study, number = self.study, 0
+        for timed, group in itertools.groupby(stages, lambda stage: isinstance(stage, Timing)):
+            together = list(group)
+            left = max(0.0, study.until - time.time())
+            if study.until and not left:
+                self.told(f"no time left: stages {number + 1} to {len(stages)} were not begun")
+                return
+            for number, stage in enumerate(together, number + 1):  # noqa: B020
+                self.told(f"stage {number} of {len(stages)}: {type(stage).__name__.lower()}, {left:.0f} s left")
+            makers = [maker for stage in together for maker in self._makers(stage)]
+            with ThreadPoolExecutor(self.jobs if study.at_once and not timed else 1) as threads:
+                list(threads.map(self._make, makers))
+
+    def _make(self, maker: Callable[[], None]) -> None:
+        with self._going_on():
+            maker()
+
+    def _makers(self, stage: Stage) -> list[Callable[[], None]]:
+        """What a stage consists of."""
         study, told = self.study, self.told
         if isinstance(stage, Rows):
-            self._write([lambda r=row: study.row(*r, self.seeds, told) for row in stage.rows], self._table)
-        elif isinstance(stage, Recipes):
-            epsilon, part = stage.epsilon, stage.part
-            one = [lambda n=name: recipe_row(study, n, epsilon, part, told) for name in stage.names]
-            self._write(one, lambda row: write_recipes(self.out.with_name("recipes.csv"), [row]))
-        elif isinstance(stage, Timing):
-            for method in stage.methods:
-                with self._going_on():
-                    found = study.pace(stage.part, method)
-                    told(f"{stage.part.name} {method}: {'not timed' if found is None else found}")
-            self._again(stage)
-        else:
-            with self._going_on():
-                self._audit(stage)
+            seeds = min(self.seeds, stage.most or self.seeds)
+            return [lambda r=row: self._keep(study.row(*r, seeds, told), self._table) for row in stage.rows]
+        if isinstance(stage, Recipes):
+            epsilon, part, path = stage.epsilon, stage.part, self.out.with_name("recipes.csv")
+
+            def put(row: Line) -> None:
+                write_recipes(path, [row])
+
+            return [lambda n=name: self._keep(recipe_row(study, n, epsilon, part, told), put) for name in stage.names]
+        if isinstance(stage, Timing):
+            timed = [lambda m=method: self._time(stage.part, m) for method in stage.methods]
+            return [*timed, lambda: self._again(stage), lambda: self._foretell(stage.part)]
+        return [lambda: self._audit(stage)]
+
+    def _time(self, part: Part, method: str) -> None:
+        found = self.study.pace(part, method)
+        told = "not timed" if found is None else f"{1000 * found['seconds']:.1f} ms a step, {found['peak']:.2f} GiB"
+        self.told(f"{part.name} {method}: {told}")
+
+    def _foretell(self, part: Part) -> None:
+        """How long the main rows of a part take for each pass over the data, from which the passes can be chosen."""
+        study, found = self.study, []
+        for method in ("cap", "opacus"):
+            entry = study.timed(part, method)
+            runs = len(study.grid(part, method)) + 3 * self.seeds
+            found.append(float("nan") if entry is None else runs * entry["seconds"])
+        steps = Settings("cap", 1.0, batch=study.batch, epochs=1).steps(study.size)
+        self.told(f"{part.name}: cap and opacus at three budgets take {steps * sum(found):.0f} s for each of --epochs")
+
+    def _keep(self, row: Line | None, keep: Callable[[Line], None]) -> None:
+        with self._lock:
+            if row is not None:
+                keep(row)
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -98,17 +134,6 @@ class Runner:
             self._failed.append(error)
             self.told(f"failed: {type(error).__name__}: {error}")
 
-    def _write(self, makers: Sequence[Callable[[], Line | None]], keep: Callable[[Line], None]) -> None:
-        def make(maker: Callable[[], Line | None]) -> None:
-            with self._going_on():
-                row = maker()
-                with self._lock:
-                    if row is not None:
-                        keep(row)
-
-        with ThreadPoolExecutor(self.jobs if self.study.at_once else 1) as threads:
-            list(threads.map(make, makers))
-
     def _table(self, row: Line) -> None:
         write(self.out, [row])
 
@@ -117,8 +142,8 @@ class Runner:
         known = replace(self.study, until=0.0, at_once=None)
         for method in timing.methods:
             for epsilon in (None,) if method == "non-private" else (8.0, 3.0, 1.0):
-                if (row := known.row(timing.part, method, epsilon, self.seeds, lambda line: None)) is not None:
-                    self._table(row)
+                row = known.row(timing.part, method, epsilon, self.seeds, lambda line: None)
+                self._keep(row, self._table)
 
     def _audit(self, stage: Audit) -> None:
         settings = self.study.grid(stage.part, stage.method)[1]

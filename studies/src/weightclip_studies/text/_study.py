@@ -21,8 +21,8 @@ from weightclip_studies.text._settings import Settings
 from weightclip_studies.text._training import Run, accuracy
 from weightclip_studies.text._warm import cost
 
-RATES = {"head": (0.03, 0.1, 0.3, 1.0, 3.0), "lora": (5e-3, 1e-2, 2e-2), "last": (3e-4, 1e-3, 3e-3),
-         "full": (1e-4, 3e-4, 1e-3)}  # fmt: skip
+RATES = {"head": (0.03, 0.1, 0.3, 1.0, 3.0), "lora": (5e-3, 1e-2, 2e-2), "last": (1e-3, 3e-3),
+         "full": (3e-4, 1e-3)}  # fmt: skip
 CLIPS = {"cap": 1.0, "opacus": 1.0, "quantiles": 0.1, "factors": 0.1, "non-private": 1.0}
 TUNED_AT = 8.0
 """ε at which settings of an encoder's parts are chosen, for all ε; those of a head are chosen at each."""
@@ -79,7 +79,7 @@ class Study:
         """Accuracy of one run; from the file if it was made before, None if there is no time left to make it."""
         part, settings, epsilon, seed, on = trial
         key, steps = self.key(part, settings.told(), epsilon, seed, on), settings.steps(self.size)
-        kind = f"{part!r} {settings.method} {settings.batch}"
+        kind = self.kind(part, settings)
         if (found := self._found(key)) is not None or not self._has_time(kind, steps):
             return found
         sigma = self.sigma(settings, epsilon)
@@ -94,7 +94,7 @@ class Study:
         """Seconds of a step and memory, to be measured while nothing else runs on the device."""
         settings = Settings(method, 1e-4, CLIPS[method], self.batch, self.epochs)
         key = self._timing(part, method)
-        if (found := self._found(key)) is not None or not self._has_time(f"{part!r} {method} {self.batch}", 50):
+        if (found := self.timed(part, method)) is not None or not self._has_time(f"{part!r} {method} {self.batch}", 50):
             return found
         x, labels = self.inputs(part)[0], self.data.labels("train")[: self.records].to(self.device)
         sigma = 0.0 if method == "non-private" else 1.0
@@ -107,8 +107,8 @@ class Study:
         tried = [Trial(part, settings, at, 1000, "dev") for settings in self.grid(part, method)]
         found = self.ask(tried)
         for trial, entry in zip(tried, found, strict=True):
-            score = "not run" if entry is None else f"{entry['accuracy']:.4f} on dev"
-            told(f"{part.name} {method} epsilon {at}: rate {trial.settings.rate:g}: {score}")
+            if entry is not None:
+                told(f"{part.name} {method} epsilon {at}: rate {trial.settings.rate:g}: {entry['accuracy']:.4f} on dev")
         if any(entry is None for entry in found):
             return None
         dev = [entry["accuracy"] for entry in found if entry is not None]
@@ -142,9 +142,12 @@ class Study:
 
     def sigma(self, settings: Settings, epsilon: float | None) -> float:
         """The noise multiplier, calibrated once."""
+        return self.multiplier(epsilon, self.size, settings.batch, settings.steps(self.size), settings.recipe.warm)
+
+    def multiplier(self, epsilon: float | None, records: int, batch: int, steps: int, warm: float = 0.0) -> float:
+        """That of a run on so many records, kept as soon as it is found."""
         known = len(self.noise.values)
-        beside = cost(settings.recipe.warm)
-        sigma = self.noise.get(epsilon, self.size, settings.batch, settings.steps(self.size), beside)
+        sigma = self.noise.get(epsilon, records, batch, steps, cost(warm))
         if len(self.noise.values) > known:
             self.noise.save()
         return sigma
@@ -177,12 +180,16 @@ class Study:
 
     def _times(self, part: Part, method: str, steps: int) -> Line:
         """Time and memory of a whole run of this batch size, where they were measured."""
-        entry, plain = (self._found(self._timing(part, m)) for m in (method, "non-private"))
+        entry, plain = (self.timed(part, m) for m in (method, "non-private"))
         if entry is None:
             return {"seconds": "", "ratio": "", "peak_gib": ""}
         peak = "" if entry["peak"] != entry["peak"] else f"{entry['peak']:.2f}"
         ratio = "" if plain is None else f"{entry['seconds'] / plain['seconds']:.2f}"
         return {"seconds": f"{entry['seconds'] * steps:.2f}", "ratio": ratio, "peak_gib": peak}
+
+    def timed(self, part: Part, method: str) -> Line | None:
+        """What `pace` found before."""
+        return self._found(self._timing(part, method))
 
     def _timing(self, part: Part, method: str) -> str:
         return self.key(part, "timing", "batches of one size" if method == "non-private" else method, self.batch)
@@ -191,11 +198,23 @@ class Study:
         here = (self.device.type, self.data.digest, self.length, self.size, self.piece)
         return json.dumps([part.name, repr(part), *of, *here])
 
-    def once(self, key: str, make: Callable[[], Line]) -> Line | None:
-        """What is in the file under the key; made and kept if it is not, None if there is no time left for it."""
-        if (found := self._found(key)) is not None or time.time() > self.until:
+    def once(self, key: str, make: Callable[[], Line], kind: str, steps: int) -> Line | None:
+        """What is in the file under the key; made and kept if it is not, None if there is no time left for it.
+
+        Args:
+            key: What is looked for.
+            make: Makes it.
+            kind: What it is made by, as in `kind`.
+            steps: How many steps that takes.
+        """
+        if (found := self._found(key)) is not None or not self._has_time(kind, steps):
             return found
         return self._keep({"key": key, **make()})
+
+    @staticmethod
+    def kind(part: Part, settings: Settings) -> str:
+        """What takes as long a step."""
+        return f"{part!r} {settings.method} {settings.batch}"
 
     def _found(self, key: str) -> Line | None:
         return next((entry for entry in self._entries() if entry["key"] == key), None)
@@ -212,6 +231,8 @@ class Study:
         """Whether a run of so many steps will end in time, if it takes as long as the slowest of its kind did."""
         if self.until == float("inf"):
             return True
+        if time.time() > self.until:
+            return False
         paces = [entry["pace"] for entry in self._entries() if entry.get("kind") == kind]
         return time.time() + max(paces, default=0.0) * steps < self.until
 

@@ -59,6 +59,8 @@ class Run:
 
     def scores(self, ask: Tensor) -> Tensor:
         """Train, and what the averaged weights say of other records."""
+        if self.x.device.type == "cuda":  # processes share it
+            _give_back()
         average, steps = self._average(), self.settings.steps(len(self.x))
         for done in self._steps(average):
             if done == steps:
@@ -70,10 +72,8 @@ class Run:
     def pace(self) -> tuple[float, float]:
         """Seconds of one step, and the largest memory in GiB (nan on a CPU)."""
         cuda, began = self.x.device.type == "cuda", 0.0
-        self.model.to(self.x.device)
         if cuda:
-            gc.collect()
-            torch.cuda.empty_cache()
+            _give_back()
             torch.cuda.reset_peak_memory_stats()
         for done in self._steps(self._average()):
             if done in (WARM, WARM + TIMED) and cuda:
@@ -165,6 +165,12 @@ class Run:
                 (loss(self.model(a), b) * (len(a) / len(x))).backward()
             optimizer.step()
             yield done
+
+
+def _give_back() -> None:
+    """Memory that earlier runs left behind, recorded steps above all."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> float:

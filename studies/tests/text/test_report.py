@@ -1,0 +1,65 @@
+"""The study's tables on a page, and its commands on a machine without a typer that runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightclip import WeightclipError
+from weightclip_studies.text import write, write_page
+from weightclip_studies.text._report import BEGIN, END
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def row(part, method, epsilon, median, **more):
+    return {"part": part, "method": method, "epsilon": epsilon, "seeds": "5", "median": median, "sem": "0.0010",
+            "steps": "60", "batch": "4096", "seconds": "", "ratio": "", "device": "a GPU", **more}  # fmt: skip
+
+
+def test_a_page_gets_its_tables_and_keeps_the_rest(tmp_path):
+    table, page = tmp_path / "sst2.csv", tmp_path / "text.md"
+    write(table, [
+        row("head", "cap", "8", "0.8100"), row("lora", "non-private", "", "0.9000", seeds="3"),
+        row("lora", "cap", "8", "0.8500", seconds="4.20", ratio="1.10", peak_gib="15.00"),
+        row("lora", "opacus", "8", "0.8450", seconds="9.00", ratio="2.30", peak_gib="16.00"),
+    ])  # fmt: skip
+    audit = {"part": "lora", "method": "cap", "epsilon": "8", "device": "cuda", "canaries": "4000", "guesses": "100",
+             "correct": "60", "epsilon_lower": "0.3"}  # fmt: skip
+    write(tmp_path / "canaries.csv", [audit], tuple(audit))
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_page(page, table)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "+4.0 points to the head, +0.5 points to Opacus (two standard errors of the difference: 0.3)" in text
+    assert "-5.0 points to training without privacy; a step takes 1.10 times" in text and "Opacus' 2.30 times" in text
+    assert ".900 ± .001 (3 seeds)" in text and "guesses 60 of 100 rightly: ε is at least 0.30" in text
+    write_page(page, table)
+    assert page.read_text() == text
+
+
+def test_a_page_without_marks_or_table_is_refused(tmp_path):
+    page = tmp_path / "text.md"
+    page.write_text("nothing here\n")
+    with pytest.raises(WeightclipError, match="holds no line"):
+        write_page(page, tmp_path / "sst2.csv")
+    page.write_text(f"{BEGIN}\n{END}\n")
+    with pytest.raises(WeightclipError, match="missing"):
+        write_page(page, tmp_path / "sst2.csv")
+
+
+def plain(*words):
+    return subprocess.run(
+        [sys.executable, ROOT / "studies/benchmarks/plain.py", *words], capture_output=True, text=True
+    )
+
+
+def test_commands_run_without_typer(tmp_path):
+    there = tmp_path / "prepared"
+    missing = plain("text", "--plan", "--within", "0", "--prepared", str(there), "--runs", str(tmp_path / "runs"))
+    assert missing.returncode == 1 and missing.stderr.startswith("error: ") and "--prepare writes it" in missing.stderr
+    assert "choose from head" in plain("text", "--part", "head", "--part", "tail").stderr
+    assert plain("text", "--plann").returncode == 2
