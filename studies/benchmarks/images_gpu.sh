@@ -4,6 +4,7 @@
 #   OUT=... sh studies/benchmarks/images_gpu.sh smoke       a minute: step times of extractor, ConvNet, WRN-16-4; rates
 #   sh studies/benchmarks/images_gpu.sh start JOB [option]  train | heads | figure | wrn, in the background
 #   OUT=... sh studies/benchmarks/images_gpu.sh look        last lines of all logs, and an archive of what is to be kept
+# Newer typer needs pydantic, which is compiled: runs/gpu/site holds typer 0.15.4 and click 8.1.8 (pip --target) instead.
 # Every job goes on where it stopped when it is started again. Afterwards, here: `weightclip-study extractor adopt` of
 # the folder `kept`, and figure.jsonl of `figure` and `wrn` put together in results/figure, then `reproduce figure --draw`.
 set -eu
