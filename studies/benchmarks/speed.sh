@@ -14,7 +14,7 @@ mkdir -p "$OUT"
 if [ -f "${KEPT:-results/bench/step.csv}" ] && [ ! -f "$OUT/step.csv" ]; then cp "${KEPT:-results/bench/step.csv}" "$OUT/step.csv"; fi
 touch "$OUT/done.txt"
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/src:$PWD/studies/src${PYTHONPATH:+:$PYTHONPATH}"
-python3 studies/benchmarks/need.py torch numpy scipy sklearn safetensors dp_accounting opacus matplotlib typer rich || exit 1
+python3 studies/benchmarks/need.py torch numpy scipy sklearn safetensors dp_accounting opacus || exit 1
 began=$(date +%s)
 
 # seconds a line may take at most, then what it measures

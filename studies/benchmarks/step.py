@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -50,6 +51,9 @@ def main() -> None:
                 line = f"{row.model:9} {row.batch:6} {row.mode:13} {row.ms:9.3f} ms  x{row.ratio:5.2f}  {memory}"
                 print(f"{line}  +-{row.spread:.0%}", file=sys.stderr)
             write_csv(rows, options.out, options.append)
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed: the rows are written, the picture is not", file=sys.stderr)
+        return
     plot(read_csv(options.out), options.out.with_suffix(".png"))
 
 

@@ -33,6 +33,9 @@ SetsOption = Annotated[str, typer.Option(help="Comma-separated: cifar10, fashion
 MethodsOption = Annotated[str, typer.Option(help="Comma-separated: lip-weights, dp-sgd, non-private.")]
 ShareOption = Annotated[float, typer.Option(help="Squared weight of the learned block where it is joined.")]
 LimitOption = Annotated[int | None, typer.Option(help="Use only so many records (for a first look).", min=200)]
+ChunkOption = Annotated[
+    int | None, typer.Option(help="Records of a pass, untried; by default tried on synthetic pictures.", min=1)
+]
 WithinOption = Annotated[float, typer.Option(help="Seconds of this call; the same command goes on.")]
 
 
@@ -108,6 +111,7 @@ def heads(
     seeds: SeedsOption = 5,
     share: ShareOption = 0.7,
     limit: LimitOption = None,
+    chunk: ChunkOption = None,
     within: WithinOption = math.inf,
     out: OutOption = Path("runs/extractor/results"),
     device: DeviceOption = "",
@@ -133,7 +137,7 @@ def heads(
     for name in _names(datasets, tuple(EPSILONS), "datasets"):
         settings = feature_settings(name, kind, weights, _names(extractors, tuple(found), "extractors"), share)
         study = ImageStudy(name, out, _device(device), seeds=seeds, limit=limit, say=_say)
-        if not HeadStudy(study, settings, _names(methods, METHODS, "methods"), trials, until).run():
+        if not HeadStudy(study, settings, _names(methods, METHODS, "methods"), trials, until, chunk).run():
             left.append(name)
     typer.echo(f"written to {out}" + (f"; not finished: {', '.join(left)}" if left else ""))
 
@@ -185,6 +189,9 @@ def plan(
     images: ImagesOption = 600_000,
     pairs: PairsOption = 1024,
     minutes: Annotated[float, typer.Option(help="Training time of each network.")] = 4.0,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of each, instead of --minutes: where others use the GPU.", min=1)
+    ] = None,
     datasets: SetsOption = "",
     features: Annotated[str, typer.Option(help="Comma-separated: joined, learned.")] = "",
     methods: MethodsOption = "lip-weights,non-private",
@@ -192,6 +199,7 @@ def plan(
     seeds: SeedsOption = 5,
     share: ShareOption = 0.7,
     limit: LimitOption = None,
+    chunk: ChunkOption = None,
     within: WithinOption = 520.0,
     device: DeviceOption = "",
 ) -> None:
@@ -206,11 +214,13 @@ def plan(
     from weightclip_studies.images.extractor import Recipe
 
     sets, kinds = _names(datasets, tuple(EPSILONS), "datasets"), _names(features, KINDS, "features")
+    recipe = Recipe(width=width, images=images, pairs=pairs)
+    recipe = recipe if steps is None else replace(recipe, steps=steps)
     left = Plan(
-        work, out, _device(device), tuple(Recipe(seed=s, width=width, images=images, pairs=pairs) for s in range(nets)),
-        minutes, pieces, earlier, table if table.exists() else None,
+        work, out, _device(device), tuple(replace(recipe, seed=s) for s in range(nets)),
+        None if steps else minutes, pieces, earlier, table if table.exists() else None,
         [job for job in ORDER if job[0] in sets and job[1] in kinds], trials, seeds,
-        _names(methods, METHODS, "methods"), share, limit, within, say=_say,
+        _names(methods, METHODS, "methods"), share, limit, chunk, within, say=_say,
     ).run()  # fmt: skip
     typer.echo(f"left: {', '.join(left)}" if left else "nothing left")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import time
@@ -76,6 +77,9 @@ def figure(
             return
     if not (out / "figure.jsonl").exists():
         raise WeightclipError(f"no rows in {out}: run weightclip-study reproduce figure without --draw first.")
+    if importlib.util.find_spec("matplotlib") is None:  # as on a machine that only trains
+        typer.echo(f"rows written to {out}; table, picture and page: weightclip-study reproduce figure --draw")
+        return
     files = [room.table(out), room.draw(out), room.page(out)]
     typer.echo(json.dumps({"files": [str(f) for f in files]}) if as_json else f"written to {out}")
 

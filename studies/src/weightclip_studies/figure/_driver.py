@@ -73,10 +73,8 @@ class Figure:
 
     def check(self, cells: Sequence[Cell]) -> None:
         """Refuse to begin where a package or a data set is missing; calibrate the noise of all searches' starts."""
-        needed = {"matplotlib"} | ({"opacus"} if any(c.method in BY_OPACUS for c in cells) else set())
-        for name in sorted(needed):
-            if importlib.util.find_spec(name) is None:
-                raise WeightclipError(f"{name} is not installed: pip install {name}, or choose other --methods.")
+        if any(c.method in BY_OPACUS for c in cells) and importlib.util.find_spec("opacus") is None:
+            raise WeightclipError("opacus is not installed: pip install opacus, or choose other --methods.")
         sizes = {}
         for dataset in dict.fromkeys(c.dataset for c in cells):
             for part in ("train", "test"):

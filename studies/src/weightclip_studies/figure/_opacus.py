@@ -16,7 +16,9 @@ Step = Callable[[Tensor, Tensor], None]
 _MOST = 2**33  # numbers that the gradients of one piece's records may have together: 32 GiB
 
 
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, cast: Callable[[], Any], piece: int) -> Step:
+def plain_step(
+    model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, cast: Callable[[], Any], piece: int
+) -> Step:
     """A step without privacy, in pieces of at most so many rows."""
 
     def step(x: Tensor, y: Tensor) -> None:

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ from weightclip_studies.images._noise import DELTA
 from weightclip_studies.images._settings import ALLOCATIONS
 from weightclip_studies.images._training import _now, _tf32, _use
 
-ROWS = 20_480  # of one pass through the network: WRN-16-4 in bfloat16 needs about 60 GiB for them
+ROWS = 10_240  # of one pass through the network: WRN-16-4 in bfloat16 needs about 30 GiB for them
 _CLOCK = 10  # steps between two looks at the clock, for which the device must be waited for
 _LATEST = "latest.json"
 
@@ -237,7 +237,7 @@ class _Engine(_Common):
                 self.engine.ledger.close()
             raise
         self.engine.budget = recipe.steps
-        self.fused = self.engine.fused_step(torch.compile(self.model, dynamic=True) if self.fast else None)
+        self.fused = self.engine.fused_step(torch.compile(self.model) if self.fast else None)
         self.fused.on &= not self.fast  # large compiled steps hold the device up by themselves: no need of graphs
         self.batches = self._endless()
 
@@ -253,8 +253,11 @@ class _Engine(_Common):
         before = self.engine.steps
         while self.engine.steps == before:  # all pieces of a draw
             x, y = next(self.batches)
+            x = self.inputs(x)
+            if self.fast:  # one kernel for draws of all sizes; only the number of rows differs
+                torch._dynamo.mark_dynamic(x, 0)
             with self.cast():
-                self.fused(self.inputs(x), y)
+                self.fused(x, y)
 
     def save(self, place: Path) -> None:
         self.engine.save(place)
@@ -281,13 +284,24 @@ class _Other(_Common):
         self.generator = torch.Generator(device=data.x.device)
         self.generator.seed()
         if recipe.method == "plain":
-            forward = torch.compile(self.model, dynamic=True) if self.fast else self.model
-            self.take = plain_step(forward, self.optimizer, self.cast, ROWS)  # type: ignore[arg-type]
+            self.take = plain_step(self._forward(), self.optimizer, self.cast, ROWS)
             return
         self.take, self.private = opacus_step(self.model, self.optimizer, recipe, self.batch, sigma)
         self.ledger = Ledger(ledger, block=_block(recipe))
         mechanism = Mechanism("gaussian", sigma, self.rate, 1, label="noisy gradients (Opacus)")
         self.ledger.begin(mechanism, Adjacency.ADD_OR_REMOVE_ONE, 0.0, {"recipe": recipe.to_dict()})
+
+    def _forward(self) -> Callable[[Tensor], Tensor]:
+        """The network, compiled once for pieces of all sizes where it is to be fast."""
+        if not self.fast:
+            return self.model
+        compiled = torch.compile(self.model)
+
+        def forward(x: Tensor) -> Tensor:
+            torch._dynamo.mark_dynamic(x, 0)
+            return compiled(x)
+
+        return forward
 
     @property
     def done(self) -> int:

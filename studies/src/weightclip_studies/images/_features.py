@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from weightclip.errors import WeightclipError
-from weightclip.nn import Scattering2d, safe_normalise
+from weightclip.nn import Scattering2d
 from weightclip_studies.images._product import Features, collect, encode
 from weightclip_studies.images._synthetic import dead_leaves
-from weightclip_studies.images._whitening import Whitening, tamed, unit
+from weightclip_studies.images._whitening import Whitening, normalised, row_sums, tamed, unit
 from weightclip_studies.images.extractor import LearnedFeatures, LearnedSettings
 
 CHUNK = 1000
@@ -159,7 +159,7 @@ class FeatureMap(nn.Module):
             planes = torch.einsum("oc,nchw->nohw", self.get_buffer("colours"), x) if self.opponent else x
             maps = self.scattering(planes).flatten(1, 2)  # records x channels x positions
             groups = maps.unflatten(1, (self.settings.groups, -1)).flatten(2)
-            out["scattering"] = safe_normalise(groups, 1e-3, (2,)).reshape(maps.shape)
+            out["scattering"] = normalised(groups, 1e-3).reshape(maps.shape)
         if self.patch is not None:
             out["patch"] = self.patch(x)
         if self.grey is not None:
@@ -182,7 +182,7 @@ class FeatureMap(nn.Module):
         passes = s.smooth[("scattering", "patch", "grey").index(name)]
         flat = maps.flatten(1)
         if power != 1 or passes:
-            flat = unit(tamed(maps, power, passes).flatten(1)) * flat.norm(dim=1, keepdim=True)
+            flat = unit(tamed(maps, power, passes).flatten(1)) * row_sums(flat.square()).sqrt().unsqueeze(1)
         return (s.scattering if name == "scattering" else s.patch_weight) * flat
 
     @torch.no_grad()

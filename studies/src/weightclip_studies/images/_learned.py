@@ -60,6 +60,8 @@ class HeadStudy:
         methods: Methods, each with the same number of trials.
         trials: Heads tried for each row.
         until: Time (`time.time`) after which nothing new begins.
+        chunk: Records of a pass; None: as many as `FeatureMap.chunk_alone` finds. A number is taken without that trial,
+            and the rows' log says so: rounding could then let a record's place enter its features.
         after_row: Called after each row, when it is on disk.
     """
 
@@ -68,6 +70,7 @@ class HeadStudy:
     methods: Sequence[str] = ("lip-weights", "non-private")
     trials: int = 24
     until: float = math.inf
+    chunk: int | None = None
     after_row: Callable[[], None] = lambda: None
     _trials: dict[str, float] = field(default_factory=dict)
 
@@ -106,12 +109,15 @@ class HeadStudy:
         study = self.study
         study.used = self.features
         feature_map = FeatureMap(self.features, tuple(study.images.shape[1:]), study.device)
-        chunk = feature_map.chunk_alone(study.device, CHUNK)
-        study.say(f"{study.dataset}: passes of {chunk}, in which no record's features depend on another's")
+        tried = self.chunk is None
+        chunk = self.chunk or feature_map.chunk_alone(study.device, CHUNK)
+        told = "in which no record's features depend on another's" if tried else "not tried for records' places"
+        study.say(f"{study.dataset}: passes of {chunk}, {told}")
         train = feature_map.encode(study.images, study.labels, chunk)
         fit, val = train.subset(study.fit_rows), train.subset(study.val_rows)
         test = None
-        study._note(stage="encoded", key=self.key, width=train.width, chunk=chunk, features=self.features.to_dict())
+        study._note(stage="encoded", key=self.key, width=train.width, chunk=chunk, alone=tried,
+                    features=self.features.to_dict())
         for method, epsilon in self.cells():
             chosen = climb(self._scorer(fit, val, method, epsilon), method, epsilon, self.trials)
             self._tell(method, epsilon, chosen)

@@ -13,8 +13,10 @@ from weightclip_studies.images._climb import BATCHES, STEPS
 from weightclip_studies.images._experiment import EPSILONS
 from weightclip_studies.images._noise import NoiseTable
 
-PACKAGES = ("dp_accounting", "absl", "attr", "attrs", "mpmath", "typer", "rich", "shellingham", "annotated_doc",
-            "opacus", "opt_einsum")  # fmt: skip
+PACKAGES = (
+    "dp_accounting", "absl", "attr", "attrs", "mpmath", "opacus", "opt_einsum", "typer", "click", "rich", "pygments",
+    "markdown_it", "mdurl", "shellingham", "annotated_doc",
+)  # fmt: skip
 """Packages without compiled parts that a machine with torch, numpy and scipy may lack."""
 _RECORDS = {"cifar10": 50_000, "mnist": 60_000, "fashion_mnist": 60_000}
 

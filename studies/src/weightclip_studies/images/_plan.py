@@ -48,6 +48,7 @@ class Plan:
         methods: Methods of the rows.
         share: Square of the learned block's weight where it is joined.
         limit: Use only so many records of each set.
+        chunk: As in `HeadStudy`.
         within: Seconds of this call.
         say: Told how far it has come.
     """
@@ -66,6 +67,7 @@ class Plan:
     methods: Sequence[str] = ("lip-weights", "non-private")
     share: float = 0.7
     limit: int | None = None
+    chunk: int | None = None
     within: float = 520.0
     say: Callable[[str], None] = print
     _began: float = field(default_factory=time.time)
@@ -138,7 +140,9 @@ class Plan:
             self._studies[dataset] = ImageStudy(
                 dataset, self.results, self.device, seeds=self.seeds, limit=self.limit, say=self._tell
             )
-        done = HeadStudy(self._studies[dataset], features, self.methods, self.trials, self.until, self._keep).run()
+        done = HeadStudy(
+            self._studies[dataset], features, self.methods, self.trials, self.until, self.chunk, self._keep
+        ).run()
         self._keep()
         return done
 

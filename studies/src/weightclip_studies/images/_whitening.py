@@ -29,8 +29,25 @@ class Whitening(nn.Module):
 
 def unit(x: Tensor) -> Tensor:
     """Each record divided by its norm."""
-    size = x.flatten(1).square().sum(1).clamp_min(1e-12).rsqrt()
+    size = row_sums(x.flatten(1).square()).clamp_min(1e-12).rsqrt()
     return x * size.view(-1, *(1,) * (x.dim() - 1))
+
+
+def row_sums(x: Tensor) -> Tensor:
+    """Sums over the last dimension, whose rounding does not depend on a row's number.
+
+    A GPU adds four numbers at a time from the first address that is a multiple of 16 bytes. Where a row's length is no
+    multiple of four that address differs from row to row, and with it the order of the sum; rows are padded by zeros.
+    """
+    return nn.functional.pad(x, (0, -x.shape[-1] % 8)).sum(-1)
+
+
+def normalised(x: Tensor, alpha: float) -> Tensor:
+    """``(x - mean) / max(alpha, std)`` over the last dimension, as `weightclip.nn.safe_normalise`, by `row_sums`."""
+    count = x.shape[-1]
+    centred = x - row_sums(x).unsqueeze(-1) / count
+    variance = row_sums(centred.square()).unsqueeze(-1) / count
+    return centred * variance.clamp_min(alpha * alpha).rsqrt()
 
 
 def tamed(maps: Tensor, power: float, smooth: int) -> Tensor:

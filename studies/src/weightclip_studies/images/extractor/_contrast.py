@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,13 @@ def contrast(z: Tensor, temperature: float) -> Tensor:
     likeness = likeness.masked_fill(torch.eye(2 * n, dtype=torch.bool, device=z.device), -math.inf)
     partner = torch.arange(2 * n, device=z.device).roll(n)
     return nn.functional.cross_entropy(likeness, partner)
+
+
+@contextlib.contextmanager
+def _tuned() -> Iterator[None]:
+    """Convolutions by the fastest algorithm that was found for their sizes, which never change here."""
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False, allow_tf32=True):
+        yield
 
 
 class ContrastiveTraining:
@@ -170,6 +178,7 @@ class ContrastiveTraining:
 
     # -- whole runs ----------------------------------------------------------------------------------------------------
 
+    @_tuned()
     def fill(self, seconds: float, steps: int = 30) -> int:
         """Take as many steps as fit into ``seconds``, timed by a few that are then forgotten. Only before training."""
         if self.step:
@@ -187,6 +196,7 @@ class ContrastiveTraining:
         self.say(f"{1000 * one:.1f} ms a step: {self.recipe.steps} steps in {seconds:.0f} s")
         return self.recipe.steps
 
+    @_tuned()
     def run(self, within: float = math.inf, checkpoint_every: float = 60.0) -> bool:
         """Train until all steps are done (True) or ``within`` seconds have passed (False); keeps a checkpoint."""
         began = told = saved = time.perf_counter()

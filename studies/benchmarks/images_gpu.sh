@@ -1,0 +1,60 @@
+#!/bin/sh
+# Image rows on one GPU that other jobs share. Data and packages come in several calls, jobs run between them:
+#   sh studies/benchmarks/images_gpu.sh bring FOLDER...     copies runs/gpu/site and folders of image sets to $WORK
+#   OUT=... sh studies/benchmarks/images_gpu.sh smoke       a minute: step times of extractor, ConvNet, WRN-16-4; rates
+#   sh studies/benchmarks/images_gpu.sh start JOB [option]  train | heads | figure | wrn, in the background
+#   OUT=... sh studies/benchmarks/images_gpu.sh look        last lines of all logs, and an archive of what is to be kept
+# Newer typer needs pydantic, which is compiled: runs/gpu/site holds typer 0.15.4 and click 8.1.8 (pip --target) instead.
+# Every job goes on where it stopped when it is started again. Afterwards, here: `weightclip-study extractor adopt` of
+# the folder `kept`, and figure.jsonl of `figure` and `wrn` put together in results/figure, then `reproduce figure --draw`.
+set -eu
+WORK=${WORK:-$HOME/weightclip-images}
+OUT=${OUT:-runs/gpu/kept}
+mkdir -p "$WORK/data" "$WORK/kept" "$OUT"
+export PYTHONUNBUFFERED=1 PYTHONPATH="$WORK/tree/src:$WORK/tree/studies/src:$WORK/site" WEIGHTCLIP_DATA="$WORK/data"
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+study() { python3 -c 'from weightclip_studies.cli import main; main()' "$@"; }
+figure() { # folder, then options
+    mkdir -p "$1"; [ -f "$1/noise.json" ] || cp "$WORK/tree/results/figure/noise.json" "$1/noise.json"
+    folder=$1; shift; study reproduce figure --out "$folder" "$@"
+}
+what=$1; shift
+case $what in
+bring)
+    mkdir -p "$WORK/tree"; cp -r src studies results pyproject.toml "$WORK/tree/"
+    if [ -d runs/gpu/site ]; then cp -r runs/gpu/site "$WORK/"; fi
+    for folder in "$@"; do cp -r "$folder"/* "$WORK/data/"; done
+    python3 studies/benchmarks/need.py torch numpy scipy sklearn safetensors PIL dp_accounting opacus typer rich
+    ls "$WORK/data"; nvidia-smi --query-gpu=name,memory.used --format=csv,noheader ;;
+smoke) # needs mnist and fashion_mnist; the Wide-ResNet needs cifar10
+    (study extractor train --images 40960 --steps 150 --out "$WORK/smoke" --work "$WORK/smoke" 2>&1 | sed 's/^/extractor: /') &
+    (figure "$WORK/smoke/figure" --datasets mnist --epsilons 3 --methods joint,opacus --trials 1 --seeds 1 \
+        --change batch=1024 2>&1 | sed 's/^/figure: /') &
+    if [ -d "$WORK/data/cifar10" ]; then for rate in ${RATES:-4 8}; do
+        (figure "$WORK/smoke/wrn-$rate" --datasets cifar10 --epsilons 8 --methods joint --trials 1 --seeds 1 \
+            --change steps=60 --change views=1 --change learning_rate="$rate" 2>&1 | sed "s/^/wrn $rate: /") &
+    done; fi
+    wait ;;
+run)
+    job=$1; shift
+    case $job in
+    train) study extractor train --out "$WORK/extractor" --work "$WORK/extractor-work" "$@" ;;
+    heads) # waits for the extractor
+        until ls "$WORK/extractor"/resnet9-*.safetensors >/dev/null 2>&1; do sleep 2; done
+        mkdir -p "$WORK/plan/extractor"; cp "$WORK/extractor"/resnet9-* "$WORK/plan/extractor/"
+        study extractor plan --work "$WORK/plan" --out "$WORK/kept" --table "$WORK/tree/results/images/noise.json" "$@" ;;
+    figure) # the floor's rows first, then all methods
+        figure "$WORK/figure" --datasets mnist,fashion_mnist --methods joint,opacus --trials 3 --change batch=1024 "$@"
+        figure "$WORK/figure" --datasets mnist,fashion_mnist --trials 3 --change batch=1024 "$@" ;;
+    wrn) figure "$WORK/wrn" --datasets cifar10 --epsilons 8 --methods joint --trials 1 --seeds 1 "$@" ;;
+    esac ;;
+start)
+    job=$1
+    setsid nohup sh "$WORK/tree/studies/benchmarks/images_gpu.sh" run "$@" >>"$WORK/$job.log" 2>&1 </dev/null &
+    sleep 1; echo "$job started" ;;
+look)
+    for log in "$WORK"/*.log; do echo "== $log"; tail -n 6 "$log"; done
+    cp "$WORK"/kept/* "$OUT/" 2>/dev/null || true
+    cp "$WORK"/extractor/resnet9-* "$OUT/" 2>/dev/null || true
+    cd "$WORK"; tar czf "$OUT/rows.tar.gz" $(ls -d *.log figure/*.json* wrn/*.json* 2>/dev/null) ;;
+esac
