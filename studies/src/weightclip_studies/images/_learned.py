@@ -116,8 +116,9 @@ class HeadStudy:
         train = feature_map.encode(study.images, study.labels, chunk)
         fit, val = train.subset(study.fit_rows), train.subset(study.val_rows)
         test = None
-        study._note(stage="encoded", key=self.key, width=train.width, chunk=chunk, alone=tried,
-                    features=self.features.to_dict())
+        study._note(
+            stage="encoded", key=self.key, width=train.width, chunk=chunk, alone=tried, features=self.features.to_dict()
+        )
         for method, epsilon in self.cells():
             chosen = climb(self._scorer(fit, val, method, epsilon), method, epsilon, self.trials)
             self._tell(method, epsilon, chosen)
