@@ -205,7 +205,7 @@ class FusedStep:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"), reads:
-                value, flat, gradients = self._step(inputs, noise)
+                value, flat, gradients = self._step(inputs, noise, reads)
                 if whole:
                     self.training.released = True
                     engine.optimizer.step()
@@ -235,13 +235,14 @@ class FusedStep:
         self._graphs[key] = _Recorded(graph, noise, inputs, value, gradients, flat, whole, bounds, kept)
         return True
 
-    def _step(self, inputs: _Inputs, noise: _Noise) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    def _step(self, inputs: _Inputs, noise: _Noise, reads: Reads) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """What is recorded: (displayed loss, all gradients in one piece or None, the gradient of each parameter)."""
         engine, t, release = self.engine, self.training, self.training.release
         stream, found = torch.cuda.current_stream(), t.sensitivity
         beside = side_stream(engine.device, "bounds")
         beside.wait_stream(stream)  # bounds look at weights alone: they run beside the passes
-        outputs, leaves = self._forward(inputs.x)
+        with contextlib.nullcontext() if self.compiled is None else reads.paused():
+            outputs, leaves = self._forward(inputs.x)
         found.recorder.aside = beside
         try:
             loss = engine.criterion.take(outputs, inputs.y)
