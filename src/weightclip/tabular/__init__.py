@@ -52,6 +52,7 @@ from weightclip.tabular._search import search as search
 from weightclip.tabular._search import take_part as take_part
 from weightclip.tabular._table import Table as Table
 from weightclip.tabular._table import frame_columns as frame_columns
+from weightclip.tabular._table import to_numbers as to_numbers
 from weightclip.tabular._table import to_values as to_values
 from weightclip.tabular._training import UNKNOWN as UNKNOWN
 from weightclip.tabular._training import Budget as Budget
