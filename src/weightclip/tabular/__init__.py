@@ -45,7 +45,6 @@ from weightclip.tabular._search import Drawn as Drawn
 from weightclip.tabular._search import OneProcess as OneProcess
 from weightclip.tabular._search import SearchPlan as SearchPlan
 from weightclip.tabular._search import Task as Task
-from weightclip.tabular._search import best_of_random_runs as best_of_random_runs
 from weightclip.tabular._search import run_epsilon as run_epsilon
 from weightclip.tabular._search import run_of as run_of
 from weightclip.tabular._search import search as search
