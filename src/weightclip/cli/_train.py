@@ -84,7 +84,7 @@ def train(
     if text is not None and (public_scaling or non_private_scaling or categorical):
         raise WeightclipError("--text reads one column by a public scale: leave scaling options and --categorical out.")
     lora = _finetuned(finetune, rank, tokens, text, regression, hidden, ledger, resume)
-    known = _schema(schema, classes, target_range, ignore, categorical, target, regression)
+    known = _schema(target, regression, schema, classes, target_range, ignore, categorical)
     _folder.check_place(out, overwrite, "--out ")
     kept = _resumable(out, ledger, resume, non_private_scaling)
     console = Console(stderr=True)
@@ -210,7 +210,7 @@ def _task(task: str) -> bool:
     return task == "regression"
 
 
-def _schema(path, classes, target_range, ignore, categorical, target: str, regression: bool):
+def _schema(target: str, regression: bool, path, classes, target_range, ignore, categorical):
     from weightclip.tabular import Column, Schema
 
     known = Schema() if path is None else Schema.read(path)

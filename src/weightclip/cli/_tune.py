@@ -113,7 +113,7 @@ def _table(given: dict[str, Any]) -> TableSearch:
     _refuse(given, ("sample_rate", "steps"), "belongs to a training function (path.py:function)")
     _check_settings("pld", given["epochs"], given["seed"], None)
     described = ("schema", "classes", "target_range", "ignore", "categorical")
-    known = _schema(*(given[name] for name in described), target, regression)
+    known = _schema(target, regression, *(given[name] for name in described))
     if regression and known.target_range is None:
         raise WeightclipError("tune --task regression needs --target-range: runs are compared by errors within it.")
     return TableSearch(
