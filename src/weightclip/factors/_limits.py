@@ -10,7 +10,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +47,7 @@ class Product:
     dtype: torch.dtype | None = None
     chunk: int = 0
     covered: bool = True
-    group: int = 0
+    group: int = field(default=0, repr=False)  # settled by the engine: no part of what a seeded run is named by
 
     @classmethod
     def fast(cls) -> Product:
