@@ -102,6 +102,7 @@ def train(
                 public, kind = replace(public, longest=lora.tokens), TokenFile
             source = kind(source, text, public, lambda done: bar.update(reading, completed=done))
             known, how = source.schema(known, target), PublicScaling(pieces=1)
+            source.check(None if regression or known.classes else target)
         try:
             loaded = _files.load(source, target, known, regression)
         except OSError as error:
@@ -149,10 +150,7 @@ def train(
             if regression:
                 model, report, _ = fit_regressor(loaded.table, loaded.target, known.target_range, target, plan)
             else:
-                if len(loaded.classes) < 2:
-                    raise WeightclipError(
-                        f"column {target!r} holds {len(loaded.classes)} class: at least two are needed."
-                    )
+                _files.refuse_one_class(data, target, loaded.classes)
                 if len(loaded.classes) > 100:
                     warnings.warn(
                         f"{len(loaded.classes)} classes share one budget: expect little accuracy.", stacklevel=1
