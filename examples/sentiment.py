@@ -36,7 +36,7 @@ class Sentiment(nn.Module):
 
 def read(path: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Token numbers, padded to one public length, and labels."""
-    table = pd.read_csv(path, sep="\t", quoting=3)
+    table = pd.read_csv(path, sep="\t", quoting=3, keep_default_na=False)
     rows = [encoder.tokens(text)[:LENGTH] for text in table["sentence"]]
     ids = torch.tensor([row + [0] * (LENGTH - len(row)) for row in rows])
     return ids.to(device), torch.tensor(table["label"].to_numpy(), device=device)

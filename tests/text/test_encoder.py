@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,6 +74,21 @@ def test_long_texts_are_cut(encoder):
     assert np.array_equal(encoder.features(["good " * 400]), encoder.features(["good " * 1000]))
 
 
+def test_no_text_is_read_beyond_a_public_number_of_characters(encoder, monkeypatch):
+    """A text of gigabytes is cut before the tokenizer sees it, in training and in prediction."""
+    lengths, real = [], encoder.tokenizer
+
+    class Watched:
+        def encode(self, text):
+            lengths.append(len(text))
+            return real.encode(text)
+
+    watched = replace(encoder, tokenizer=Watched())
+    assert np.array_equal(watched.padded(["good " * 50_000]), encoder.padded(["good " * 500]))
+    watched.features(["good " * 50_000, "bad"])
+    assert lengths == [encoder_module._CHARACTERS, encoder_module._CHARACTERS, 3]
+
+
 def test_progress(encoder):
     seen: list[int] = []
     encoder.features(["good", "bad"], seen.append)
@@ -86,6 +103,11 @@ def test_what_is_missing_is_said_in_one_line(tmp_path, monkeypatch):
     with pytest.raises(WeightclipError, match="pip install no-such-encoder"):
         load_encoder("absent")
     text_kit.install(tmp_path, monkeypatch)
+    with monkeypatch.context() as patch:
+        load_encoder.cache_clear()
+        patch.setitem(sys.modules, "safetensors.torch", None)  # there, and cannot be imported
+        with pytest.raises(WeightclipError, match="needs other releases: pip install -U"):
+            load_encoder("tiny")
     load_encoder.cache_clear()
     (tmp_path / "tiny_encoder_0" / "model" / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(WeightclipError, match="damaged"):

@@ -220,6 +220,33 @@ def test_each_text_is_limited_over_head_and_updates_together(encoder):
         assert torch.allclose(p.grad * 5, total, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("piece", [256, 4], ids=["whole", "pieces"])
+def test_one_more_text_moves_a_release_by_at_most_the_cap(encoder, monkeypatch, piece):
+    """Whatever it says and however long it is: two trainings as `fit_lora` runs them, without noise."""
+    sums: list[torch.Tensor] = []
+
+    def watched(engine, *rest):
+        step = engine.fused_step()
+        for x, y in engine.loader:
+            step(x, y)
+            if engine.steps:
+                break
+        sums.append(8 * torch.cat([p.grad.flatten() for p in engine.optimizer.param_groups[0]["params"]]))
+
+    monkeypatch.setattr(finetune_module, "_loop", watched)
+    monkeypatch.setattr(finetune_module, "_FRACTION", 1.0)
+    monkeypatch.setattr(finetune_module, "_PIECE", piece)
+    monkeypatch.setattr(finetune_module.Budget, "sigma", lambda *a: 1e-9)
+    monkeypatch.setattr(finetune_module, "privacy_report", lambda *a, **k: {"epsilon": float("inf")})
+    said, codes = texts(8)
+    for more in (None, "good", "", "[PAD] [PAD] very", "bad " * 500, "\x00"):
+        rows = replace(encoder, longest=8).padded([*said, *([] if more is None else [more])])
+        labels = np.append(codes, 0)[: len(rows)]
+        fit_lora(rows, labels, ("neg", "pos"), "label", "review", encoder, Lora(rank=2, tokens=8), plan(records=8))
+    moved = [float((total - sums[0]).norm()) for total in sums[1:]]
+    assert 0.99 < max(moved) < 1.001, moved
+
+
 @pytest.mark.parametrize(
     "more, match",
     [

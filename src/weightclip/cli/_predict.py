@@ -61,11 +61,12 @@ def _write(model, source, file: IO[str], proba: bool, as_json: bool) -> None:
     name = model.target or "prediction"
     heads = [name, *(f"P({c})" for c in model.classes)] if proba else [name]
     writer = csv.writer(file, lineterminator="\n")
-    if not as_json:
-        writer.writerow(heads)
-    row, unknown = 0, Counter[str]()
+    begun, row, unknown = False, 0, Counter[str]()
     for block in source.blocks([c.name for c in model.encoder.columns]):
         values = features(model.encoder.columns, block, source.path, row)
+        if not (as_json or begun):  # nothing is printed where the table cannot be read
+            writer.writerow(heads)
+        begun = True
         row += len(values)
         unknown.update(model.encoder.unknown(values))
         if model.task == "classification":

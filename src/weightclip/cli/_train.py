@@ -98,6 +98,7 @@ def train(
                 public, kind = replace(public, longest=lora.tokens), TokenFile
             source = kind(source, text, public, lambda done: bar.update(reading, completed=done))
             known, how = source.schema(known, target), PublicScaling(pieces=1)
+            source.check(None if regression or known.classes else target)
         loaded = _files.load(source, target, known, regression)
         bar.remove_task(reading)
         n = len(loaded.table) if n_records is None else n_records

@@ -11,7 +11,7 @@ import math
 import stat
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -23,6 +23,7 @@ from weightclip.tabular._columns import Column, Schema, canonical
 from weightclip.tabular._table import Coder, Table, arrow_kind, first_text, frame_columns, to_numbers
 
 _ROWS = 20_000
+_FIELD = (1 << 31) - 1  # characters of a field: csv itself stops at 2^17, and one long text would end a training
 _ARROW = (".parquet", ".pq", ".arrow", ".feather", ".ipc")
 _NESTED = ("list", "large_list", "fixed_size_list", "struct", "map", "union", "dense_union", "sparse_union")
 MISSING = frozenset({"", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?"})
@@ -116,12 +117,16 @@ class File:
             raise WeightclipError(f"{self.path}: two columns have the same name.")
         return kinds
 
+    def types(self) -> dict[str, str]:
+        """The types that a Parquet or Arrow file declares, in Arrow's words; empty for text."""
+        if self.is_text:
+            return {}
+        with self._one_line():
+            return {f.name: str(f.type) for f in self._arrow_schema()}
+
     def nested(self) -> set[str]:
         """Names of columns whose values are lists or records."""
-        if self.is_text:
-            return set()
-        with self._one_line():
-            return {f.name for f in self._arrow_schema() if str(f.type).startswith(_NESTED)}
+        return {name for name, type_ in self.types().items() if type_.startswith(_NESTED)}
 
     @contextlib.contextmanager
     def _one_line(self) -> Iterator[None]:
@@ -167,13 +172,13 @@ class File:
                     )
                 wanted = [i for i, name in enumerate(names) if columns is None or name in columns]
                 first, empty = 2, True
-                while rows := list(itertools.islice(reader, _ROWS)):
+                while rows := _some(reader):
                     rows = [row for row in rows if row]  # blank lines
                     for i, row in enumerate(rows):
                         if len(row) != len(names):
-                            raise WeightclipError(
-                                f"{self.path}: row {first + i} has {len(row)} fields, the header has {len(names)}."
-                            )
+                            held = f"row {first + i} has {len(row)} fields, the header has {len(names)}"
+                            hint = ": put values that hold the delimiter in quotes" if len(row) > len(names) else ""
+                            raise WeightclipError(f"{self.path}: {held}{hint}.")
                     if rows:
                         yield {names[i]: [None if row[i] in MISSING else row[i] for row in rows] for i in wanted}
                         empty = False
@@ -212,6 +217,15 @@ class File:
             raise WeightclipError(f"{self.path} holds no rows.")
 
 
+def _some(reader: Iterator[list[str]]) -> list[list[str]]:
+    """The next rows; a field may be of any length: no single record may stop a reading."""
+    before = csv.field_size_limit(_FIELD)
+    try:
+        return list(itertools.islice(reader, _ROWS))
+    finally:
+        csv.field_size_limit(before)
+
+
 def _pyarrow(path: Path) -> tuple[Any, Any]:
     try:
         import pyarrow as pa
@@ -230,6 +244,13 @@ def _ipc(pa: Any, source: Any) -> Any:
         return pa.ipc.open_stream(source)
 
 
+def refuse_one_class(path: Path, target: str, classes: Collection[str]) -> None:
+    """Refuse labels that leave nothing to learn."""
+    if len(classes) < 2:
+        found = f"{len(classes)} class" if classes else "no class"
+        raise WeightclipError(f"{path}: column {target!r} holds {found}: at least two are needed, or another --target.")
+
+
 def _refuse_nested(file: Source, used: Sequence[str]) -> None:
     nested = [name for name in used if name in file.nested()]
     if nested:
@@ -246,12 +267,12 @@ class Loaded:
     target: np.ndarray  # class codes or numbers, NaN where missing
     classes: tuple[str, ...]  # class labels found or declared
     inferred: tuple[str, ...]  # names of columns whose type was inferred from the values
+    path: Path  # of the file
     name: str  # of the target column
 
     def codes(self) -> np.ndarray:
         """Codes of the classes; a missing label gets one that contributes nothing. One class is refused."""
-        if len(self.classes) < 2:
-            raise WeightclipError(f"column {self.name!r} holds {len(self.classes)} class: at least two are needed.")
+        refuse_one_class(self.path, self.name, self.classes)
         missing = 2 if len(self.classes) == 2 else -1
         return np.where(np.isnan(self.target), missing, self.target).astype(np.int64)
 
@@ -336,7 +357,7 @@ def _read(
         codes = rank[np.where(np.isnan(codes), len(classes), codes).astype(int)]
         classes = tuple(order)
     inferred = tuple(c.name for c in columns if file.is_text and schema.column(c.name) is None)
-    return Loaded(Table(tuple(columns), mapped[:, :-1]), codes, classes, inferred, target)
+    return Loaded(Table(tuple(columns), mapped[:, :-1]), codes, classes, inferred, file.path, target)
 
 
 def _mapped(file: IO[bytes], shape: tuple[int, int]) -> np.ndarray:

@@ -20,6 +20,7 @@ from torch import Tensor
 from weightclip.errors import WeightclipError
 
 _LONGEST = 256  # tokens that are read of a text; what follows is left out
+_CHARACTERS = 100_000  # that are looked at for them: no single text takes all the memory there is
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class TextEncoder:
 
     def tokens(self, text: str) -> list[int]:
         """Numbers of a text's tokens, with the marks of beginning and end."""
-        ids = self.tokenizer.encode(text.encode("utf-8", "replace").decode()).ids  # halves of characters are no text
+        whole = text[:_CHARACTERS].encode("utf-8", "replace").decode()  # halves of characters are no text
+        ids = self.tokenizer.encode(whole).ids
         return ids if len(ids) <= self.longest else [*ids[: self.longest - 1], ids[-1]]
 
     def padded(self, texts: Iterable[str | None], shown: Callable[[int], None] | None = None) -> np.ndarray:
@@ -151,6 +153,8 @@ def load_encoder(name: str) -> TextEncoder:
     folder = Path(found.submodule_search_locations[0]) / source.folder
     try:
         return _read(name, folder)
+    except ImportError as error:
+        raise WeightclipError(f"encoder {name!r} needs other releases: pip install -U 'weightclip[text]'.") from error
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
         raise WeightclipError(f"encoder {name!r}: its package is damaged ({type(error).__name__}).") from error
 

@@ -12,13 +12,14 @@ import numpy as np
 
 from weightclip.errors import WeightclipError
 from weightclip.tabular import Column, Schema, canonical
-from weightclip.tabular.files import Block, File
+from weightclip.tabular.files import Block, File, refuse_one_class
 from weightclip.text._encoder import TextEncoder, load_encoder
 from weightclip.text._lora import Update
 
 RANGE, WHOLE = 0.15, 1.0
 """Public ranges of each number of a vector of length one: of nearly all over some hundred places, what lies beyond is
 cut; and of all."""
+_STRINGS = ("string", "large_string")  # what Arrow calls them
 
 
 def feature_columns(text: str, width: int, reach: float) -> tuple[Column, ...]:
@@ -64,9 +65,12 @@ class TextFile:
             near = difflib.get_close_matches(self.text, names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"its header names {len(names)} others."
             raise WeightclipError(f"{self.path} has no column {self.text!r}: {hint}")
-        kind = self.file.kinds().get(self.text)
-        if kind is not None and kind.kind != "categorical":
-            raise WeightclipError(f"{self.path}: column {self.text!r} holds {kind.kind} values, not text.")
+        held = self.file.types().get(self.text, "string").removeprefix("dictionary<values=")
+        if not held.startswith(_STRINGS):
+            kind = self.file.kinds()[self.text].kind
+            raise self._no_text(f"{held if kind == 'categorical' else kind} values, not text")
+        if taken := {c.name for c in self.columns} & set(names):
+            raise WeightclipError(f"{self.path}: column {min(taken)!r} is named as a number of the text is: rename it.")
         return [*(c.name for c in self.columns), *(name for name in names if name != self.text)]
 
     def kinds(self) -> dict[str, Column]:
@@ -100,6 +104,38 @@ class TextFile:
         rest = tuple(name for name in self.header()[len(self.columns) :] if name != target)
         return replace(known, columns=self.columns, ignore=rest)
 
+    def check(self, target: str | None) -> None:
+        """Refuse a file from which nothing can be learned, before any text is encoded.
+
+        Args:
+            target: Name of the column of classes, where they are not declared.
+
+        Raises:
+            WeightclipError: All texts are blank or numbers, or there are less than two classes.
+
+        Formal guarantees:
+            None. That a column holds text, and which classes there are, counts as public, as the report says.
+        """
+        target = target if target in self.header() else None  # which `load` refuses
+        written, found, classes = 0, False, set[str]()
+        for block in self.file.blocks([self.text] if target is None else [self.text, target]):
+            for value in block[self.text]:
+                if not found and (text := canonical(value)) is not None and text.strip():
+                    written, found = written + 1, not _is_number(text)
+            if target is not None:
+                classes.update(label for value in block[target] if (label := canonical(value)) is not None)
+            if found and (target is None or len(classes) > 1):
+                return
+            if len(block[self.text]) == 0:  # which `load` refuses
+                return
+        if not found:
+            raise self._no_text("numeric values, not text" if written else "no text: all rows are blank")
+        if target is not None:
+            refuse_one_class(self.path, target, classes)
+
+    def _no_text(self, held: str) -> WeightclipError:
+        return WeightclipError(f"{self.path}: column {self.text!r} holds {held}; name a column of words by --text.")
+
     def described(self) -> dict[str, str]:
         """What a model folder keeps of it, so that prediction reads a table the same way."""
         return {"column": self.text, "encoder": self.encoder.name, "sha256": self.encoder.digest}
@@ -110,6 +146,14 @@ class TextFile:
     def _tell(self, done: int) -> None:
         if self.shown is not None:
             self.shown(done)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, eq=False)

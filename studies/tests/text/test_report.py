@@ -10,7 +10,7 @@ import pytest
 
 from weightclip import WeightclipError
 from weightclip_studies.text import write, write_page
-from weightclip_studies.text._report import BEGIN, END
+from weightclip_studies.text._report import BEGIN, END, lines
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -41,6 +41,22 @@ def test_a_page_gets_its_tables_and_keeps_the_rest(tmp_path):
     assert page.read_text() == text
 
 
+def test_times_of_two_machines_stand_apart_and_recipes_are_told(tmp_path):
+    table = tmp_path / "sst2.csv"
+    timed = {"seconds": "4.20", "ratio": "1.10", "peak_gib": "15.00"}
+    write(table, [
+        row("head", "cap", "8", "0.8100", **timed, device="a CPU"), row("lora", "cap", "8", "0.8500", **timed),
+        row("lora", "cap", "3", "0.8400", **timed), row("lora", "opacus", "8", "0.8450", sem=""),
+    ])  # fmt: skip
+    (tmp_path / "recipes.csv").write_text(
+        "part,recipe,epsilon,dev,sem,above_plain\nlora,plain,8,0.85,0.001,0\nlora,smaller,8,0.84,,-0.01\n"
+    )
+    text = lines(table)
+    cpu, gpu = (text.split(f"Alone on the device ({name}):")[1].split("\n\n")[1] for name in ("a CPU", "a GPU"))
+    assert "| head |" in cpu and "low-rank" not in cpu and gpu.count("low-rank updates") == 1 and "| head |" not in gpu
+    assert "Recipes at ε = 8" in text and "| low-rank updates | smaller | 84.00 |  | -1.00 |" in text
+
+
 def test_a_page_without_marks_or_table_is_refused(tmp_path):
     page = tmp_path / "text.md"
     page.write_text("nothing here\n")
@@ -63,3 +79,4 @@ def test_commands_run_without_typer(tmp_path):
     assert missing.returncode == 1 and missing.stderr.startswith("error: ") and "--prepare writes it" in missing.stderr
     assert "choose from head" in plain("text", "--part", "head", "--part", "tail").stderr
     assert plain("text", "--plann").returncode == 2
+    assert "--part" in plain("text", "--help").stdout and plain("extractor:plan", "--help").returncode == 0

@@ -73,16 +73,18 @@ def test_every_method_trains_every_part(data, part, method):
     if part.name != "head" and (part.name, method) not in SAMPLE and not os.environ.get("WEIGHTCLIP_FULL"):
         pytest.skip("all pairs run with WEIGHTCLIP_FULL=1")
     x, y = part.inputs(data, "train")[:96, :16], data.labels("train")[:96]
-    model = part.model(data, 0)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    marked = {k for k, p in model.named_parameters() if p.requires_grad}
-    rate = 0.05 if part.name == "head" else 0.02
-    settings = Settings(method, rate, 1.0, batch=32, epochs=10 if part.name == "head" else 4, averaging=0.5)
-    run = Run(model, x, y, settings, 0.0, seed=1, piece=None if part.name == "head" else 24)
-    assert accuracy(run.scores(x), y) > (0.8 if part.name == "head" else 0.6)
-    after = model.state_dict()
-    assert all(torch.equal(before[k], after[k]) for k in before if k not in marked)
-    assert any(not torch.equal(before[k], after[k]) for k in marked)
+    head, found = part.name == "head", []
+    settings = Settings(method, 0.05 if head else 0.02, 1.0, batch=32, epochs=10 if head else 4, averaging=0.5)
+    for seed in range(5) if head and method == "quantiles" else (1,):  # quantiles of 32 records are noise of their own
+        model = part.model(data, 0)
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        marked = {k for k, p in model.named_parameters() if p.requires_grad}
+        run = Run(model, x, y, settings, 0.0, seed=seed, piece=None if head else 24)
+        found.append(float(accuracy(run.scores(x), y)))
+        after = model.state_dict()
+        assert all(torch.equal(before[k], after[k]) for k in before if k not in marked)
+        assert any(not torch.equal(before[k], after[k]) for k in marked)
+    assert np.mean(found) > (0.8 if head else 0.6), found
 
 
 def test_noise_is_as_large_as_asked(data):

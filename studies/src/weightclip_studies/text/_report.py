@@ -39,7 +39,8 @@ def lines(table: Path) -> str:
     rows = _read(table)
     made = [_accuracies(rows), *_claims(rows)]
     if timed := [row for row in rows if row["seconds"]]:
-        made.append(_times(timed))
+        devices = dict.fromkeys(row["device"] for row in timed)  # times of two machines stand in two tables
+        made.extend(_times([row for row in timed if row["device"] == device]) for device in devices)
     if audits := _read(table.with_name("canaries.csv")):
         made.extend(_audit(row) for row in audits)
     if recipes := _read(table.with_name("recipes.csv")):
