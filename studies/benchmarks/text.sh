@@ -28,4 +28,4 @@ else
 fi
 cp "$KEPT/noise.json" "$WORK/noise.json"
 exec python3 studies/benchmarks/plain.py text --plan --prepared "${KEPT%/smoke}/prepared" \
-    --runs "$WORK" --out "$WORK/sst2.csv" --within "${WITHIN:-300}" --jobs "${JOBS:-4}" "$@"
+    --runs "$WORK" --out "$WORK/sst2.csv" --within "${WITHIN:-300}" --jobs "${JOBS:-1}" "$@"
