@@ -101,8 +101,9 @@ class Runner:
 
             return [lambda n=name: self._keep(recipe_row(study, n, epsilon, part, told), put) for name in stage.names]
         if isinstance(stage, Timing):
-            timed = [lambda m=method: self._time(stage.part, m) for method in stage.methods]
-            return [*timed, lambda: self._again(stage), lambda: self._foretell(stage.part)]
+            whole = stage.part
+            timed = [lambda m=method: self._time(whole, m) for method in stage.methods]
+            return [*timed, lambda: self._again(stage), lambda: self._foretell(whole)]
         return [lambda: self._audit(stage)]
 
     def _time(self, part: Part, method: str) -> None:
