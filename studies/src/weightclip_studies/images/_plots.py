@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
-# Published results without real extra images at delta = 1e-5, as (label, epsilon, accuracy): those that could be read in
-# the paper, its abstract or its code. docs/images.md says what each of them assumes, and which could not be checked.
+# Published results without real extra images, as (label, epsilon, accuracy): those that could be read in the paper, its
+# abstract or its code. docs/images.md says what each of them assumes, and which could not be checked.
 PUBLISHED: dict[str, tuple[tuple[str, float, float], ...]] = {
     "mnist": (
         ("Tramèr & Boneh 2021", 3, 98.7), ("DPSUR 2024", 1, 97.93), ("DPSUR 2024", 2, 98.70), ("DPSUR 2024", 3, 98.88),
