@@ -206,8 +206,8 @@ def test_a_machine_without_matplotlib_trains_and_another_one_draws(tmp_path, mon
 
 def test_pages_of_many_rows(tmp_path: Path) -> None:
     recipe = Cell("cifar10", "joint", 8.0).base().to_dict()
-    row = {"stage": "final", "dataset": "cifar10", "trials": 0, "open_sides": [], "records": 9, "seconds": 1.0,
-           "device": "cpu", "recipe": recipe, "target": 8.0, "cell": "a", "changes": {}}  # fmt: skip
+    row = {"stage": "final", "dataset": "cifar10", "trials": 0, "open_sides": [], "records": 40960, "seconds": 1.0,
+           "step_ms": 250.0, "device": "cpu", "recipe": recipe, "target": 8.0, "cell": "a", "changes": {}}  # fmt: skip
     rows = [row | {"seed": s, "accuracy": a} for s, a in enumerate((70.0, 71.0, 75.0))]
     rows += [row | {"cell": "b", "changes": {"views": 1}, "recipe": recipe | {"views": 1}, "seed": 0, "accuracy": 60.0}]
     (tmp_path / _driver.ROWS_FILE).write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -215,3 +215,5 @@ def test_pages_of_many_rows(tmp_path: Path) -> None:
     text = (tmp_path / "figure.md").read_text()
     assert "| exact cap over all layers | 71.00 ± 1.53 |" in text and "(views=1) | 60.00 |" in text
     assert "fewer than three seeds" in text and "nothing was chosen" in text
+    assert "| CIFAR-10, WRN-16-4 | exact cap over all layers, ε = 8 | 4096 | 4 | 250 | 2.5 | cpu |" in text
+    assert "(views=1), ε = 8 | 4096 | 1 | 250 | 2.5 |" in text
