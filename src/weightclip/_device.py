@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -100,6 +101,18 @@ class Reads(DispatchMode):
         super().__init__()
         self.kept: dict[int, Any] = {}
         self._made: set[int] = set()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Looks away: for what torch compiled without anybody looking, and would compile anew otherwise.
+
+        What compiled code reads belongs to the model, or to that code, which lives as long as the recording needs it.
+        """
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in _storages((args, kwargs)):

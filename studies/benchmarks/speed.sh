@@ -5,7 +5,8 @@
 # Rows go to $OUT/step.csv, next to those that are there (KEPT: a file from an earlier call); $OUT/done.txt holds the lines
 # that have ended and are not run again. A line that fails or takes too long is told of and stops no other.
 # At home again: copy $OUT/step.csv over results/bench/step.csv; rows of a CPU in it stay. Steps over Poisson draws, whose
-# rows have the same columns, go to $OUT/draws.csv.
+# rows have the same columns, go to $OUT/draws.csv. Compiling takes most of a line's time (six modes of the encoder: more
+# than 100 s), and a line's rows are written when all of its modes are measured: do not cut its seconds.
 set -u
 OUT=${OUT:-runs/speed}
 WITHIN=${WITHIN:-540}
@@ -32,9 +33,11 @@ while read -r seconds line; do
         echo "failed or too long: $line"
     fi
 done <<'LINES'
-150 --models encoder-base --batches 64 --precision bf16 --compile --modes plain factors exact-joint-cap opacus-hooks opacus-ghost
-150 --models encoder-base --batches 64 --precision bf16 --compile --modes plain-graph factors-graph exact-joint-cap-graph
-150 --models wrn-16-4 --batches 1024 --precision bf16 --compile --channels-last --modes plain weights factors exact-cap exact-joint-cap opacus-hooks opacus-ghost
+180 --models encoder-base --batches 64 --precision bf16 --compile --modes plain-graph factors-graph exact-joint-cap-graph
+150 --models encoder-base --batches 64 --precision bf16 --compile --modes plain factors exact-joint-cap
+150 --models wrn-16-4 --batches 1024 --precision bf16 --compile --channels-last --modes plain weights factors exact-cap exact-joint-cap
+40 --models encoder-base --batches 64 --precision bf16 --modes plain opacus-hooks opacus-ghost
+40 --models wrn-16-4 --batches 1024 --precision bf16 --channels-last --modes plain opacus-hooks opacus-ghost
 120 --models wrn-16-4 --batches 1024 --precision bf16 --compile --channels-last --modes plain-graph weights-graph factors-graph exact-joint-cap-graph
 90 --models wrn-16-4 --batches 1024 --precision tf32 --modes plain weights factors exact-joint-cap opacus-hooks opacus-ghost
 60 --models mlp-4096 --batches 1024 --modes plain weights weights-refresh factors exact-joint-cap opacus-ghost

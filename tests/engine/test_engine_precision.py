@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 
 import pytest
@@ -23,6 +24,7 @@ from tests.engine_kit import (
 from torch import nn
 
 import weightclip as wc
+from weightclip._device import Reads
 from weightclip.certificate._gains import numerics_for
 
 # warnings of torch about its own tracing
@@ -138,6 +140,34 @@ def test_one_call_takes_the_compiled_model() -> None:
     for other in (torch.compile(mlp()), mlp(), runs[0].model):
         with pytest.raises(wc.ContractError, match="compile"):
             runs[0].engine.fused_step(other)
+
+
+@compiling
+def test_a_recording_runs_what_was_compiled(monkeypatch) -> None:
+    """Nothing is compiled inside of a recording, though one looks at all that operators read."""
+    torch._dynamo.reset()
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x).relu()
+
+    run = private(Own(), table(8))
+    step = run.engine.fused_step(torch.compile(run.model, backend="aot_eager"))
+    batch = next(iter(run.loader))
+    step(*batch)
+    x, reads = torch.ones_like(batch[0]), Reads()
+    with reads:
+        outputs, leaves = step._forward(x, reads)
+        (outputs.sum() * 1.0).detach()
+    assert len(leaves) == 2 and reads.kept  # it looks again afterwards
+    torch.testing.assert_close(outputs, run.model(x))
+    monkeypatch.setattr(Reads, "paused", lambda self: contextlib.nullcontext())
+    with Reads() as looking, pytest.raises(RuntimeError, match="recompile"):
+        step._forward(x, looking)
 
 
 @compiling

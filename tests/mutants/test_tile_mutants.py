@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.factors.kernels import test_products as products
 from tests.factors.kernels import test_tiles as checks
 from tests.triton_kit import kernel_device, run_interpreted
 
 from weightclip.factors import Product
-from weightclip.factors.kernels import _tiles
+from weightclip.factors.kernels import _products, _tiles
 from weightclip.noise import _release
 
 SOURCE = Path(_tiles.__file__).with_name("_tiles_triton.py")
@@ -78,6 +79,10 @@ MUTANTS: dict[str, tuple[Path, str, str, Callable[[torch.device], None]]] = {
                                               "                part = part * 1.0", checks.moved_by_itself),
     "a second half without its scale": (SOURCE, "second = _added(second, other, s, SCALED, GROUPED)",
                                         "second = _added(second, other, s, False, GROUPED)", checks.wide_group),
+    "a bias without its scale": (NORMS, "tl.where(s > 0, whole * s, 0.0)", "tl.where(s > 0, whole, 0.0)",
+                                 products.bias_of_records),
+    "a bias of zero times NaN": (NORMS, "whole = tl.where(s > 0, whole * s, 0.0)", "whole = whole * s",
+                                 products.bias_of_records),
     "zero times NaN": (SOURCE, "tl.where(s > 0, part * s, 0.0)", "(part * s)", checks.zero_is_zero),
     "the bias left out of grams": (SOURCE, "(left + beta2) * right", "left * right", few_positions),
     "columns left out of grams": (SOURCE, "for k in range(0, COLUMNS, DEPTH):",
@@ -101,8 +106,10 @@ def test_a_mutant_dies(name, interpreter, tmp_path, monkeypatch):
         monkeypatch.setattr(_tiles, "by_grams", lambda *a: False)
     monkeypatch.setattr(_tiles, "_WAVES", 1)
     check(interpreter)
-    place = "_kernels" if source == SOURCE else "_norm_kernels"
-    monkeypatch.setattr(_tiles, place, mutated(source, old, new, tmp_path))
+    mutant = mutated(source, old, new, tmp_path)
+    monkeypatch.setattr(_tiles, "_kernels" if source == SOURCE else "_norm_kernels", mutant)
+    if source == NORMS:
+        monkeypatch.setattr(_products, "_kernels", mutant)
     with pytest.raises(AssertionError):
         check(interpreter)
 

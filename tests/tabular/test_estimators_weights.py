@@ -76,7 +76,7 @@ def test_weights_that_are_not_one_number_each() -> None:
         with pytest.raises(WeightclipError, match="sample_weight"):
             LipDPClassifier(**QUICK, epochs=1).fit(X, y, sample_weight=bad)
     odd = np.ones(N, dtype=object)
-    odd[3] = "heavy"  # keeps its own record out; an error would tell
+    odd[3], odd[4] = "heavy", 10**400  # each keeps its own record out; an error would tell
     LipDPClassifier(**QUICK, epochs=1).fit(X, y, sample_weight=odd)
 
 

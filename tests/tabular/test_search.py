@@ -15,7 +15,7 @@ from weightclip.tabular import _search
 from weightclip.tabular._columns import Column
 from weightclip.tabular._plan import FitPlan, PrivateScaling
 from weightclip.tabular._report import mechanisms_of, recompute
-from weightclip.tabular._search import VALIDATION, SearchPlan, Task, best_of_random_runs, search
+from weightclip.tabular._search import VALIDATION, Drawn, OneProcess, SearchPlan, Task, search, take_part
 from weightclip.tabular._table import Table
 
 COLUMNS = (Column("a", "numeric", -4.0, 4.0), Column("b", "numeric", -4.0, 4.0))
@@ -168,11 +168,12 @@ def test_a_run_that_releases_more_is_stopped(monkeypatch):
 def test_the_number_of_runs_is_geometric():
     counts = []
     for seed in range(400):
-        calls = []
-        score, kept = best_of_random_runs(
-            lambda streams, rng, calls=calls: (calls.append(1), (float(len(calls) % 3), len(calls)))[1], 4.0,
-            Streams.seeded(seed),
-        )  # fmt: skip
+        calls, root = [], Streams.seeded(seed)
+        board = OneProcess(Drawn.draw(root, 4.0))
+        take_part(
+            lambda streams, rng, calls=calls: (calls.append(1), (float(len(calls) % 3), len(calls)))[1], root, board
+        )
+        score, kept = board.best()
         counts.append(len(calls))
         assert kept == (min(len(calls), 2)) and score == float(kept % 3)
     assert min(counts) == 1 and abs(np.mean(counts) - 4.0) < 4 * math.sqrt(12 / 400)

@@ -24,24 +24,14 @@ from weightclip.noise import AdamAware, LeastVariance
 GELU_PEAK = math.sqrt(2)  # where GELU is steepest
 
 
-def gaussian_records(shape: tuple[int, ...], classes: int = 2) -> Callable[[int, torch.Generator], Records]:
-    """Standard normal inputs with random labels."""
-
-    def records(n: int, generator: torch.Generator) -> Records:
-        x = torch.randn(n, *shape, generator=generator)
-        return x, torch.randint(0, classes, (n,), generator=generator)
-
-    return records
+def gaussian_records(shape: tuple[int, ...]) -> Callable[[int, torch.Generator], Records]:
+    """Standard normal inputs with random labels, 0 or 1."""
+    return lambda n, g: (torch.randn(n, *shape, generator=g), torch.randint(0, 2, (n,), generator=g))
 
 
-def token_records(places: int, tokens: int, classes: int) -> Callable[[int, torch.Generator], Records]:
-    """Random token sequences with random labels."""
-
-    def records(n: int, generator: torch.Generator) -> Records:
-        x = torch.randint(0, tokens, (n, places), generator=generator)
-        return x, torch.randint(0, classes, (n,), generator=generator)
-
-    return records
+def token_records(n: int, generator: torch.Generator) -> Records:
+    """Sequences of three random tokens of nine, with random labels 0, 1 and 2."""
+    return torch.randint(0, 9, (n, 3), generator=generator), torch.randint(0, 3, (n,), generator=generator)
 
 
 def aligned(gain: float, left: Tensor, right: Tensor, rest: float = 0.9) -> Tensor:
@@ -177,8 +167,7 @@ def subjects() -> dict[str, Subject]:
         Subject("normalisation", _normalisation, capped, Bounds(input_radius=2.0), dense),
         Subject("shared layer and residual", _Twice, capped, Bounds(input_radius=1.0), gaussian_records((5,))),
         Subject("tokens", _seeded(lambda: nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 3))),
-                nn.CrossEntropyLoss(), Bounds(cotangent_radius=0.3, input_radius={"2": 2.0}),
-                token_records(3, 9, 3)),
+                nn.CrossEntropyLoss(), Bounds(cotangent_radius=0.3, input_radius={"2": 2.0}), token_records),
         Subject("float32 sums", _one_layer,
                 capped, Bounds(input_radius=1.0, product=Product(dtype=torch.float32)), dense, batch=4096.0),
         Subject("large batches", _one_layer, capped, Bounds(input_radius=1.0), dense, batch=4096.0),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 
-from weightclip.audit._subject import TOLERANCE, AuditRun, Records, Subject, frozen_sgd, units_of
+from weightclip.audit._subject import TOLERANCE, AuditRun, Records, Subject, frozen_sgd, norms_of_layers, units_of
 from weightclip.certificate import Bounds
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import WeightclipError
@@ -320,17 +320,9 @@ def _by_backward(engine: PrivacyEngine) -> Evaluate:
 
     def evaluate(record: Records) -> tuple[dict[str, float], float]:
         g = summed_gradient(engine, *record, units)
-        return dict(zip(engine.plan.layers, _layer_norms(engine, g, units), strict=True)), float(g.norm())
+        return norms_of_layers(engine, g, units), float(g.norm())
 
     return evaluate
-
-
-def _layer_norms(engine: PrivacyEngine, release: Tensor, units: list[float]) -> list[float]:
-    blocks = engine.training.release.blocks
-    squares = [0.0] * len(units)
-    for block, part in zip(blocks, release.split([b.parameter.numel() for b in blocks]), strict=True):
-        squares[block.layer] += float(part.square().sum()) * units[block.layer] ** 2
-    return [math.sqrt(s) for s in squares]
 
 
 def climb(subject: Subject, *, seed: int = 0, restarts: int = 4, steps: int = 20) -> Falsification:

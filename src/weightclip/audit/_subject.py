@@ -207,12 +207,7 @@ class AuditRun:
 
     def layer_norms(self, release: Tensor) -> dict[str, float]:
         """Per layer, the l2 norm (in the sum over records, bias times beta) of a vector given in units."""
-        blocks, units = self.engine.training.release.blocks, self.layer_units()
-        sizes = [b.parameter.numel() for b in blocks]
-        squares = [0.0] * len(units)
-        for block, part in zip(blocks, release[: sum(sizes)].split(sizes), strict=True):
-            squares[block.layer] += float(part.square().sum())
-        return {p: s**0.5 * u for p, s, u in zip(self.engine.plan.layers, squares, units, strict=True)}
+        return norms_of_layers(self.engine, release, self.layer_units())
 
     def weights(self) -> list[Tensor]:
         """A copy of the trained parameters, and of limits that follow quantiles."""
@@ -241,6 +236,16 @@ def units_of(engine: PrivacyEngine, sensitivities: Tensor) -> list[float]:
         return release.scales(sensitivities).tolist()
     finally:
         release.sigma = before
+
+
+def norms_of_layers(engine: PrivacyEngine, release: Tensor, units: list[float]) -> dict[str, float]:
+    """Per layer, the l2 norm (in the sum over records, bias times beta) of a vector given in these units."""
+    blocks = engine.training.release.blocks
+    sizes = [b.parameter.numel() for b in blocks]
+    squares = [0.0] * len(units)
+    for block, part in zip(blocks, release[: sum(sizes)].split(sizes), strict=True):
+        squares[block.layer] += float(part.square().sum())
+    return {path: s**0.5 * u for path, s, u in zip(engine.plan.layers, squares, units, strict=True)}
 
 
 def plain_copy(model: nn.Module) -> nn.Module:

@@ -89,10 +89,7 @@ class ConvTransposeRule(ConvRule):
 
     def factor(self, module: nn.Module, op: Op, x: Scalar, beta: float, p: float) -> Scalar:
         """Fallbacks of SOUNDNESS 3: a^(inf) <= a^(2), a^(1) <= sqrt(numel) a^(2)."""
-        conv = cast(ConvTransposeNd, module)
-        count = math.prod(op.out_shape[1:])
-        a2 = pythagoras(module, times(math.sqrt(kernel_overlap(conv)), x), beta * math.sqrt(count))
-        return times(math.sqrt(math.prod(op.out_shape)), a2) if p == 1 else a2
+        return super().factor(module, op, x, beta, 2 if math.isinf(p) else p)
 
 
 for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):

@@ -43,10 +43,10 @@ def overlap(kernel: Size, stride: Size = 1, dilation: Size = 1, output_size: Siz
     """
     kernel = (kernel,) if isinstance(kernel, int) else tuple(kernel)
     axes = len(kernel)
-    strides, dilations = _per_axis(stride, axes, "stride"), _per_axis(dilation, axes, "dilation")
+    strides, dilations = per_axis(stride, axes, "stride"), per_axis(dilation, axes, "dilation")
     counts = [-(-k // (s // math.gcd(s, d))) for k, s, d in zip(kernel, strides, dilations, strict=True)]
     if output_size is not None:
-        counts = [min(c, o) for c, o in zip(counts, _per_axis(output_size, axes, "output_size"), strict=True)]
+        counts = [min(c, o) for c, o in zip(counts, per_axis(output_size, axes, "output_size"), strict=True)]
     return math.prod(counts)
 
 
@@ -69,7 +69,7 @@ def row_sum_norm(weight: Tensor) -> Tensor:
 def column_sum_norm(weight: Tensor, groups: int = 1, stride: Size = 1, dilation: Size = 1) -> Tensor:
     """n₁, the 1-norm: largest Σ|θ| over input channels and residue classes of taps mod s/gcd(s, d)."""
     axes = weight.dim() - 2
-    strides, dilations = _per_axis(stride, axes, "stride"), _per_axis(dilation, axes, "dilation")
+    strides, dilations = per_axis(stride, axes, "stride"), per_axis(dilation, axes, "dilation")
     sums = weight.detach().abs().unflatten(0, (groups, -1)).sum(1, dtype=torch.float64)  # groups x c_in/g x kernel
     for axis, (s, d) in enumerate(zip(strides, dilations, strict=True), start=2):
         q, k = s // math.gcd(s, d), weight.shape[axis]
@@ -109,8 +109,8 @@ def dft_norm(
     weight = weight.detach()
     axes = weight.dim() - 2
     kernel = tuple(weight.shape[2:])
-    strides, dilations = _per_axis(stride, axes, "stride"), _per_axis(dilation, axes, "dilation")
-    sizes = _per_axis(input_size, axes, "input_size")
+    strides, dilations = per_axis(stride, axes, "stride"), per_axis(dilation, axes, "dilation")
+    sizes = per_axis(input_size, axes, "input_size")
     pads = [(d * (k - 1),) * 2 for k, d in zip(kernel, dilations, strict=True)]
     if padding is not None:
         pads = _pads(padding, kernel, dilations)
@@ -180,9 +180,9 @@ def conv_norm(
     if axes not in (1, 2, 3):
         raise CertificationError(f"convolution weight of {weight.dim()} dimensions: expected 3 to 5")
     kernel = tuple(weight.shape[2:])
-    strides, dilations = _per_axis(stride, axes, "stride"), _per_axis(dilation, axes, "dilation")
+    strides, dilations = per_axis(stride, axes, "stride"), per_axis(dilation, axes, "dilation")
     pads = _pads(padding, kernel, dilations)
-    sizes = None if input_size is None else _per_axis(input_size, axes, "input_size")
+    sizes = None if input_size is None else per_axis(input_size, axes, "input_size")
     _check_padding(padding_mode, pads, kernel, strides, dilations, sizes)
     if p == math.inf:
         return row_sum_norm(weight)
@@ -231,9 +231,9 @@ def conv_transpose_norm(
     if input_size is not None:
         kernel = tuple(weight.shape[2:])
         dims = zip(
-            _per_axis(input_size, axes, "input_size"), kernel, _per_axis(stride, axes, "stride"),
-            _per_axis(dilation, axes, "dilation"), _per_axis(padding, axes, "padding"),
-            _per_axis(output_padding, axes, "output_padding"), strict=True,
+            per_axis(input_size, axes, "input_size"), kernel, per_axis(stride, axes, "stride"),
+            per_axis(dilation, axes, "dilation"), per_axis(padding, axes, "padding"),
+            per_axis(output_padding, axes, "output_padding"), strict=True,
         )  # fmt: skip
         size = tuple((n - 1) * s + d * (k - 1) + 1 - 2 * e + o for n, k, s, d, e, o in dims)
         if min(size) < 1:
@@ -284,7 +284,8 @@ def _waves(size: int, stride: int, dilation: int, kernel: int, half: bool, devic
     return wave[:, None, :] * (offsets % stride == phases[:, None])
 
 
-def _per_axis(value: Size, axes: int, name: str) -> tuple[int, ...]:
+def per_axis(value: Size, axes: int, name: str) -> tuple[int, ...]:
+    """One number for each axis; a single one stands for all of them."""
     values = (value,) * axes if isinstance(value, int) else tuple(int(v) for v in value)
     if len(values) == 1 and axes > 1:
         values = values * axes
@@ -302,7 +303,7 @@ def _pads(padding: Padding, kernel: Sequence[int], dilations: Sequence[int]) -> 
         return [(t // 2, t - t // 2) for t in totals]
     if isinstance(padding, str):
         raise CertificationError(f"convolution with padding={padding!r}: expected numbers, 'same' or 'valid'")
-    return [(e, e) for e in _per_axis(padding, len(kernel), "padding")]
+    return [(e, e) for e in per_axis(padding, len(kernel), "padding")]
 
 
 def _every(axis: int, step: int) -> tuple[slice, ...]:

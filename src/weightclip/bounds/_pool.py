@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
-from weightclip.bounds._conv_norms import overlap
+from weightclip.bounds._conv_norms import overlap, per_axis
 from weightclip.bounds._rule import Effect, Op, register_rule, register_rules
 from weightclip.bounds._shape import axis
 
@@ -19,17 +18,12 @@ def _axes(op: Op) -> int:
     return int(op.kind.split(".")[1][-2])
 
 
-def _tuple(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * rank if len(values) == 1 else values
-
-
 def _window(op: Op, rank: int, ceil_mode: int):
     """Kernel and stride; ``ceil_mode`` is the place of that argument, which is refused."""
     if op.arg(ceil_mode, "ceil_mode", False):
         raise op.refuse("ceil_mode pooling has no rule", "set ceil_mode=False")
-    kernel = _tuple(op.arg(1, "kernel_size"), rank)
-    stride = _tuple(op.arg(2, "stride", None) or kernel, rank)
+    kernel = per_axis(op.arg(1, "kernel_size"), rank, "kernel_size")
+    stride = per_axis(op.arg(2, "stride", None) or kernel, rank, "stride")
     return kernel, stride
 
 
@@ -37,7 +31,7 @@ def _window(op: Op, rank: int, ceil_mode: int):
 def _max_pool(op: Op, p: float) -> Effect:
     rank = _axes(op)
     kernel, stride = _window(op, rank, ceil_mode=5)
-    dilation = _tuple(op.arg(4, "dilation", 1), rank)
+    dilation = per_axis(op.arg(4, "dilation", 1), rank, "dilation")
     m = overlap(kernel, stride, dilation)
     # an entry wins in at most m windows: p = 1 m, p = 2 sqrt(m), p = inf 1
     return Effect(gains=(m if p == 1 else (1.0 if math.isinf(p) else math.sqrt(m)),))
@@ -47,7 +41,7 @@ def _max_pool(op: Op, p: float) -> Effect:
 def _avg_pool(op: Op, p: float) -> Effect:
     rank = _axes(op)
     kernel, stride = _window(op, rank, ceil_mode=4)
-    padding = _tuple(op.arg(3, "padding", 0), rank)
+    padding = per_axis(op.arg(3, "padding", 0), rank, "padding")
     if any(padding) and not op.arg(5, "count_include_pad", True):
         raise op.refuse("count_include_pad=False with padding has no rule", "set count_include_pad=True")
     area = math.prod(kernel)

@@ -9,7 +9,6 @@ from weightclip.certificate._bank import NormBank as NormBank
 from weightclip.certificate._bounds import Adaptive as Adaptive
 from weightclip.certificate._bounds import Bounds as Bounds
 from weightclip.certificate._bounds import Certified as Certified
-from weightclip.certificate._bounds import MovingLimits as MovingLimits
 from weightclip.certificate._bounds import PerLayer as PerLayer
 from weightclip.certificate._gains import Gains as Gains
 from weightclip.certificate._gains import WeightClipper as WeightClipper
@@ -24,4 +23,3 @@ from weightclip.certificate._plan import KNOWN as KNOWN
 from weightclip.certificate._plan import Plan as Plan
 from weightclip.certificate._plan import build_plan as build_plan
 from weightclip.certificate._plan import certify as certify
-from weightclip.certificate._plan import refuse_shared as refuse_shared

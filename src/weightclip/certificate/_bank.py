@@ -45,10 +45,6 @@ class NormBank:
             conv = isinstance(module, ConvNd)
             self.factors[path] = math.sqrt(kernel_overlap(module)) if conv else 1.0
 
-    def norms(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Bounds by path, 0-dim float64."""
-        return dict(zip(self.layers, self.vector(dtype).unbind(), strict=True))
-
     def weights(self) -> list[Tensor]:
         """The weights as they are now, in the order of the layers."""
         return [cast(Tensor, module.weight).detach() for module in self.layers.values()]

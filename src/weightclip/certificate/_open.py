@@ -145,13 +145,13 @@ class AnyPlan(ABC):
         """What float32 may do to norms and scales of a layer's products: its limit is enforced up to this factor."""
         return room_of(self.uses(path), len(self.layers))
 
-    def certificate(self, evaluations: dict[str, Evaluation], slack: float = 1.0) -> Certificate:
-        """The evaluation as numbers; ``slack`` multiplies every sensitivity (rounding of the sum over records)."""
+    def certificate(self, evaluations: dict[str, Evaluation]) -> Certificate:
+        """The evaluation as numbers."""
         rows = []
         for path, e in evaluations.items():
             module = self.model.get_submodule(path)
             kind = getattr(type(module), "_wc_native", type(module)).__name__
-            rows.append(Row(path, kind, float(e.gain), float(e.x), float(e.cotangent), float(e.sensitivity) * slack,
+            rows.append(Row(path, kind, float(e.gain), float(e.x), float(e.cotangent), float(e.sensitivity),
                             self.dimension(path)))  # fmt: skip
         joint = tuple(path for path in evaluations if self.bounds.of("joint_cap", path) is not None)
         return Certificate(tuple(rows), self.loss_bound, float(self.bounds.p), joint)

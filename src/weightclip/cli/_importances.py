@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +44,7 @@ def _labelled(fitted: Any, path: Path, delimiter: str | None, target: str) -> tu
     """Raw values and labels of a table: places in the list of classes, or numbers."""
     import numpy as np
 
-    from weightclip.tabular import canonical
+    from weightclip.tabular import canonical, to_numbers
     from weightclip.tabular import files as _files
 
     file = _files.File(path, delimiter)
@@ -58,13 +57,6 @@ def _labelled(fitted: Any, path: Path, delimiter: str | None, target: str) -> tu
     if fitted.task == "classification":
         places = {canonical(c): i for i, c in enumerate(fitted.classes)}
         return np.concatenate(values), np.array([places.get(canonical(v), -1) for v in labels])
-    numbers = np.array([_number(v) for v in labels], dtype=np.float64)
+    numbers = to_numbers(labels)
     known = np.isfinite(numbers)
     return np.concatenate(values)[known], numbers[known]
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan

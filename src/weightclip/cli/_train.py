@@ -84,11 +84,7 @@ def train(
     if text is not None and (public_scaling or non_private_scaling or categorical):
         raise WeightclipError("--text reads one column by a public scale: leave scaling options and --categorical out.")
     lora = _finetuned(finetune, rank, tokens, text, regression, hidden, ledger, resume)
-    known = _schema(schema, classes, target_range, ignore, categorical, target)
-    if regression and known.classes is not None:
-        raise WeightclipError("--classes belongs to classification; for a numeric target give --target-range.")
-    if not regression and known.target_range is not None:
-        raise WeightclipError("--target-range belongs to --task regression.")
+    known = _schema(target, regression, schema, classes, target_range, ignore, categorical)
     _folder.check_place(out, overwrite, "--out ")
     kept = _resumable(out, ledger, resume, non_private_scaling)
     console = Console(stderr=True)
@@ -102,40 +98,28 @@ def train(
                 public, kind = replace(public, longest=lora.tokens), TokenFile
             source = kind(source, text, public, lambda done: bar.update(reading, completed=done))
             known, how = source.schema(known, target), PublicScaling(pieces=1)
-        try:
-            loaded = _files.load(source, target, known, regression)
-        except OSError as error:
-            raise WeightclipError(f"cannot set up a scratch file ({error.strerror or error}).") from error
+        loaded = _files.load(source, target, known, regression)
         bar.remove_task(reading)
         n = len(loaded.table) if n_records is None else n_records
         steps, described = bar.add_task("training", total=None), False
 
         def shown(done: int, total: int) -> None:
             nonlocal described
-            if text is None and not (
-                described or as_json
-            ):  # training has begun: nothing was wrong with the table or the options
-                console.print(_types(loaded))
+            if text is None and not (described or as_json):
+                console.print(_types(loaded))  # training has begun: nothing was wrong with the table or the options
             described = True
             bar.update(steps, completed=done, total=total)
 
         chosen: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
         if hidden is not None:
             chosen["hidden_layer_sizes"] = _widths(hidden)
-        notes = (
-            [f"the types of columns {', '.join(loaded.inferred)} were inferred from their values"]
-            if loaded.inferred
-            else []
-        )
-        if delta is None and n_records is None:
-            notes.append("delta was set from the number of records, which counts as public")
+        notes = loaded.notes(delta, n_records)
         if text is not None:
             notes.append(f"the encoder {encoder!r} counts as public: no record was used to train it")
         plan = FitPlan(
             epsilon, _defaults.delta(n) if delta is None else delta, how, chosen, accountant,
-            Streams.secure() if seed is None else Streams.seeded(seed),
-            progress=shown,
-            not_covered=tuple(notes), records=n, ledger=ledger,
+            Streams.secure() if seed is None else Streams.seeded(seed), progress=shown, not_covered=tuple(notes),
+            records=n, ledger=ledger,
             checkpoint=None if kept is None else Checkpoint(kept, _options(locals())),
         ).counted()  # fmt: skip
         updates: dict[str, Any] = {}  # of a fine-tuned encoder
@@ -149,10 +133,6 @@ def train(
             if regression:
                 model, report, _ = fit_regressor(loaded.table, loaded.target, known.target_range, target, plan)
             else:
-                if len(loaded.classes) < 2:
-                    raise WeightclipError(
-                        f"column {target!r} holds {len(loaded.classes)} class: at least two are needed."
-                    )
                 if len(loaded.classes) > 100:
                     warnings.warn(
                         f"{len(loaded.classes)} classes share one budget: expect little accuracy.", stacklevel=1
@@ -230,7 +210,7 @@ def _task(task: str) -> bool:
     return task == "regression"
 
 
-def _schema(path, classes, target_range, ignore, categorical, target: str):
+def _schema(target: str, regression: bool, path, classes, target_range, ignore, categorical):
     from weightclip.tabular import Column, Schema
 
     known = Schema() if path is None else Schema.read(path)
@@ -257,6 +237,10 @@ def _schema(path, classes, target_range, ignore, categorical, target: str):
         known = replace(known, target_range=(low, high))
         if not -1e300 < low < high < 1e300:
             raise WeightclipError(f"--target-range must be LOW,HIGH with LOW < HIGH, got {target_range!r}.")
+    if regression and known.classes is not None:
+        raise WeightclipError("--classes belongs to classification; for a numeric target give --target-range.")
+    if not regression and known.target_range is not None:
+        raise WeightclipError("--target-range belongs to --task regression.")
     if both := set(ignore or ()) & {*(categorical or ()), *(c.name for c in known.columns)}:
         raise WeightclipError(f"column {min(both)!r} is described and ignored: choose one.")
     other = [c.name for c in known.columns if c.name in (categorical or ()) and c.kind != "categorical"]

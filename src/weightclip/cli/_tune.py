@@ -112,15 +112,10 @@ def _table(given: dict[str, Any]) -> TableSearch:
         raise WeightclipError("--target is needed: the column to predict.")
     _refuse(given, ("sample_rate", "steps"), "belongs to a training function (path.py:function)")
     _check_settings("pld", given["epochs"], given["seed"], None)
-    known = _schema(
-        given["schema"], given["classes"], given["target_range"], given["ignore"], given["categorical"], target
-    )
+    described = ("schema", "classes", "target_range", "ignore", "categorical")
+    known = _schema(target, regression, *(given[name] for name in described))
     if regression and known.target_range is None:
         raise WeightclipError("tune --task regression needs --target-range: runs are compared by errors within it.")
-    if regression and known.classes is not None:
-        raise WeightclipError("--classes belongs to classification; for a numeric target give --target-range.")
-    if not regression and known.target_range is not None:
-        raise WeightclipError("--target-range belongs to --task regression.")
     return TableSearch(
         _files.File(Path(given["data"]), given["delimiter"]), target, known, regression, given["epsilon"],
         given["delta"], given["mean_runs"], given["score_noise"], given["epochs"], given["n_records"], given["seed"],

@@ -105,12 +105,8 @@ def _report(path: Path, delta: float | None, accountant: str | None) -> dict[str
     at = stated if delta is None else delta
     by = by if search is None else "rdp"
     value = _total(report, mechanisms, at, by)
-    return {
-        "kind": "report", "ok": True, "epsilon": _number(value), "delta": at, "accountant": by,
-        "adjacency": relation.value, "charges": draws, "claimed": report["epsilon"], "claimed_delta": stated,
-        "mechanisms": _rows(mechanisms),
-        "summary": f"claims epsilon {claimed:.6g} at delta {stated:g}, which is what its mechanisms cost",
-    }  # fmt: skip
+    said = f"claims epsilon {claimed:.6g} at delta {stated:g}, which is what its mechanisms cost"
+    return _found(report, mechanisms, value, at, by) | {"kind": "report", "summary": said}
 
 
 def _total(report: dict[str, Any], mechanisms: Sequence[Mechanism], delta: float, accountant: str) -> float:
@@ -164,11 +160,18 @@ def _model(path: Path, delta: float | None, accountant: str | None) -> dict[str,
         raise WeightclipError(f"model {path}: its statement or its card does not say what its report says.")
     by, at = accountant or str(report["accountant"]), float(stated) if delta is None else delta
     value = found if math.isinf(found) else recompute(report, at, by)
+    said = f"files unchanged; claims epsilon {claimed:.6g} at delta {stated:g}, which is true"
+    return _found(report, mechanisms, value, at, by) | {"kind": "model", "summary": said}
+
+
+def _found(
+    report: dict[str, Any], mechanisms: Sequence[Mechanism], epsilon: float, delta: float, accountant: str
+) -> dict[str, Any]:
+    """What is shown of a report that is true."""
     return {
-        "kind": "model", "ok": True, "epsilon": _number(value), "delta": at, "accountant": by,
-        "adjacency": relation, "charges": sum(m.steps for m in mechanisms), "claimed": report["epsilon"],
-        "claimed_delta": stated, "mechanisms": _rows(mechanisms),
-        "summary": f"files unchanged; claims epsilon {claimed:.6g} at delta {stated:g}, which is true",
+        "ok": True, "epsilon": _number(epsilon), "delta": delta, "accountant": accountant,
+        "adjacency": report["adjacency"].lower(), "charges": sum(m.steps for m in mechanisms),
+        "claimed": report["epsilon"], "claimed_delta": float(report["delta"]), "mechanisms": _rows(mechanisms),
     }  # fmt: skip
 
 

@@ -38,10 +38,8 @@ def check_ledger(ledger: Any, tensors: dict[str, Tensor]) -> None:
     _check_streams(ledger["streams"], ledger["data"], tensors)
     _check_gains(ledger["gains"], tensors)
     limits = ledger["quantiles"] or {}
-    _need(
-        isinstance(limits, dict) and all(isinstance(v, list) and all(map(_number, v)) for v in limits.values()),
-        "'quantiles' must hold lists of numbers",
-    )
+    lists = isinstance(limits, dict) and all(isinstance(v, list) and all(map(_number, v)) for v in limits.values())
+    _need(lists, "'quantiles' must hold lists of numbers")
     _check_nested(ledger["optimizer"], tensors, 0)
     _need(isinstance(ledger["optimizer"], dict) and "__dict__" in ledger["optimizer"], "'optimizer' is not complete")
     for name, value in tensors.items():
@@ -68,15 +66,9 @@ def _check_gains(gains: Any, tensors: dict[str, Tensor]) -> None:
     fits = isinstance(gains, dict) and _whole(gains.get("since")) and isinstance(gains.get("gain"), dict)
     numerics = gains.get("numerics") if isinstance(gains, dict) else None
     fits = fits and isinstance(numerics, list) and len(numerics) == 2 and _number(numerics[1])
-    fits = (
-        fits
-        and numerics is not None
-        and numerics[0] in [f"torch.{k}" for k in ("float64", "float32", "bfloat16", "float16")]
-    )
-    _need(
-        fits and all(_number(v) and v >= 0 and f"gains.{k}" in tensors for k, v in gains["gain"].items()),
-        "'gains' is not complete",
-    )
+    fits = fits and numerics is not None and numerics[0] in _KINDS
+    known = fits and all(_number(v) and v >= 0 and f"gains.{k}" in tensors for k, v in gains["gain"].items())
+    _need(known, "'gains' is not complete")
 
 
 def _check_nested(value: Any, tensors: dict[str, Tensor], depth: int) -> None:
@@ -86,10 +78,8 @@ def _check_nested(value: Any, tensors: dict[str, Tensor], depth: int) -> None:
         return
     _need(isinstance(value, dict), "'optimizer' holds what no optimiser does")
     if set(value) == {"__tensor__"}:
-        _need(
-            isinstance(value["__tensor__"], str) and value["__tensor__"] in tensors,
-            "a tensor of 'optimizer' is missing",
-        )
+        name = value["__tensor__"]
+        _need(isinstance(name, str) and name in tensors, "a tensor of 'optimizer' is missing")
     elif set(value) == {"__dict__"}:
         pairs = value["__dict__"]
         fits = isinstance(pairs, list) and all(isinstance(p, list) and len(p) == 2 for p in pairs)

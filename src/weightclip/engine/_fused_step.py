@@ -205,7 +205,7 @@ class FusedStep:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"), reads:
-                value, flat, gradients = self._step(inputs, noise)
+                value, flat, gradients = self._step(inputs, noise, reads)
                 if whole:
                     self.training.released = True
                     engine.optimizer.step()
@@ -235,13 +235,13 @@ class FusedStep:
         self._graphs[key] = _Recorded(graph, noise, inputs, value, gradients, flat, whole, bounds, kept)
         return True
 
-    def _step(self, inputs: _Inputs, noise: _Noise) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    def _step(self, inputs: _Inputs, noise: _Noise, reads: Reads) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """What is recorded: (displayed loss, all gradients in one piece or None, the gradient of each parameter)."""
         engine, t, release = self.engine, self.training, self.training.release
         stream, found = torch.cuda.current_stream(), t.sensitivity
         beside = side_stream(engine.device, "bounds")
         beside.wait_stream(stream)  # bounds look at weights alone: they run beside the passes
-        outputs, leaves = self._forward(inputs.x)
+        outputs, leaves = self._forward(inputs.x, reads)
         found.recorder.aside = beside
         try:
             loss = engine.criterion.take(outputs, inputs.y)
@@ -258,16 +258,16 @@ class FusedStep:
         whole = all(block.pull_back is None and block.parameter.dtype == flat.dtype for block in release.blocks)
         return loss.value, flat if whole else None, gradients
 
-    def _forward(self, x: Tensor) -> tuple[Any, list[Tensor]]:
+    def _forward(self, x: Tensor, reads: Reads) -> tuple[Any, list[Tensor]]:
         """The model's outputs in a recording, and the leaves that its backward pass must not reach."""
         model, parameters = self.training.model, self.training.release.parameters
         # leaves of this recording's own: those of the parameters belong to the stream they were made on
         leaves = {name: nn.Parameter(p.detach(), p.requires_grad) for name, p in model.named_parameters()}
         names = {id(p): name for name, p in model.named_parameters()}
-        prefix, stance = "", contextlib.nullcontext()
+        prefix, stance, as_compiled = "", contextlib.nullcontext(), contextlib.nullcontext()
         if self.compiled is not None:  # sizes were compiled before
-            prefix, stance = "_orig_mod.", torch.compiler.set_stance("fail_on_recompile")
-        with stance:
+            prefix, stance, as_compiled = "_orig_mod.", torch.compiler.set_stance("fail_on_recompile"), reads.paused()
+        with stance, as_compiled:
             outputs = torch.func.functional_call(self._model, {prefix + k: v for k, v in leaves.items()}, (x,))
         return outputs, [leaves[names[id(p)]] for p in parameters]
 

@@ -71,8 +71,7 @@ def privacy_report(engine: PrivacyEngine, delta: float | None) -> dict[str, Any]
             "augmentation_multiplicity": engine.views, "release_grid": engine.training.release.grid,
         },
         "mechanisms": [
-            {"kind": m.kind, "sigma": m.sigma, "epsilon0": m.epsilon0, "q": m.q, "steps": m.steps, "label": m.label,
-             "epsilon": None if delta is None else _number(_alone(engine, m, delta))}
+            {**m.to_json(), "epsilon": None if delta is None else _number(_alone(engine, m, delta))}
             for m in engine.mechanisms()
         ],
         "delta": delta,

@@ -39,6 +39,7 @@ from weightclip.factors.kernels._products import (
     fused_scale,
     laid_out,
     record_sums,
+    tile_bias,
 )
 from weightclip.factors.kernels._tiles import fits_tiles, tile_norms, tile_sums
 
@@ -163,8 +164,9 @@ def dense_sums(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of weight and bias summed over records, each only if wanted; laid out as the weight ``like``."""
     if product == (torch.float32, 1) and wanted[0] and _tiled(x, d, torch.float32):
-        weight = tile_sums(*_rows(x, d), scale, stored=like.dtype, group=group)[:, :, 0, 0]
-        return laid_out(weight, like), bias_product(d, scale, torch.float64) if wanted[1] else None
+        x, d = _rows(x, d)
+        weight = tile_sums(x, d, scale, stored=like.dtype, group=group)[:, :, 0, 0]
+        return laid_out(weight, like), tile_bias(d, scale) if wanted[1] else None
     by_kernel, (dtype, chunk) = x.is_cuda and fits(x, d), of_one_record(product, x)
     if scale is not None and not by_kernel:  # scaled once for both gradients
         x, d, scale = *both_masked(x, d, scale), None

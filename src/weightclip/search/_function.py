@@ -217,11 +217,7 @@ class FunctionSearch:
         total = searched_epsilon(mechanisms, self.delta, self.mean_runs, self.epsilon)
         if total > self.epsilon:
             raise WeightclipError("the search cost more than its budget; this is a bug, please report it.")
-        entries = [
-            {"kind": m.kind, "sigma": m.sigma, "epsilon0": None, "q": m.q, "steps": m.steps, "label": m.label,
-             "epsilon": epsilon([m], self.delta - m.steps * TAIL, "rdp")}
-            for m in mechanisms
-        ]  # fmt: skip
+        entries = [{**m.to_json(), "epsilon": epsilon([m], self.delta - m.steps * TAIL, "rdp")} for m in mechanisms]
         how_long = "how long the search took, and how busy its processes were: both tell of the number of runs"
         inside = "whatever the training function did with the records beside the private loader and its score"
         same = "that records, and modules the function imports, were the same in all runs, should the search be resumed"

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from weightclip.errors import WeightclipError
 from weightclip.search._shared import streams
 from weightclip.search._storage import Agreed, SharedBoard, as_text
 from weightclip.tabular import FitPlan, Model, PrivateScaling, Schema, SearchPlan, Task, run_epsilon, run_of
@@ -98,31 +97,20 @@ class TableSearch:
 
     @functools.cached_property
     def _task(self) -> Task:
-        return self._read[0]
+        loaded, span = self._loaded, self.schema.target_range or (0.0, 1.0)
+        labels, classes = (loaded.target, ()) if self.regression else (loaded.codes(), loaded.classes)
+        return Task(loaded.table, labels, classes, span, self.target)
 
     @functools.cached_property
-    def _read(self) -> tuple[Task, tuple[str, ...]]:
-        try:
-            loaded = _files.load(self.file, self.target, self.schema, self.regression)
-        except OSError as error:
-            raise WeightclipError(f"cannot set up a scratch file ({error.strerror or error}).") from error
-        classes = () if self.regression else loaded.classes
-        if not self.regression and len(classes) < 2:
-            raise WeightclipError(f"column {self.target!r} holds {len(classes)} class: at least two are needed.")
-        labels = loaded.target if self.regression else loaded.codes()
-        span = self.schema.target_range or (0.0, 1.0)
-        return Task(loaded.table, labels, classes, span, self.target), loaded.inferred
+    def _loaded(self) -> _files.Loaded:
+        return _files.load(self.file, self.target, self.schema, self.regression)
 
     @functools.cached_property
     def _how(self) -> SearchPlan:
-        task, inferred = self._read
-        n = len(task.table) if self.n_records is None else self.n_records
-        notes = [f"the types of columns {', '.join(inferred)} were inferred from their values"] if inferred else []
-        if self.delta is None and self.n_records is None:
-            notes.append("delta was set from the number of records, which counts as public")
+        n = len(self._loaded.table) if self.n_records is None else self.n_records
         plan = FitPlan(
             self.epsilon, _defaults.delta(n) if self.delta is None else self.delta, PrivateScaling(),
             {} if self.epochs is None else {"epochs": self.epochs}, "pld", streams(self.seed),
-            not_covered=tuple(notes), records=n,
+            not_covered=tuple(self._loaded.notes(self.delta, self.n_records)), records=n,
         )  # fmt: skip
         return SearchPlan(plan, self.mean_runs, self.score_sigma)

@@ -45,13 +45,13 @@ from weightclip.tabular._search import Drawn as Drawn
 from weightclip.tabular._search import OneProcess as OneProcess
 from weightclip.tabular._search import SearchPlan as SearchPlan
 from weightclip.tabular._search import Task as Task
-from weightclip.tabular._search import best_of_random_runs as best_of_random_runs
 from weightclip.tabular._search import run_epsilon as run_epsilon
 from weightclip.tabular._search import run_of as run_of
 from weightclip.tabular._search import search as search
 from weightclip.tabular._search import take_part as take_part
 from weightclip.tabular._table import Table as Table
 from weightclip.tabular._table import frame_columns as frame_columns
+from weightclip.tabular._table import to_numbers as to_numbers
 from weightclip.tabular._table import to_values as to_values
 from weightclip.tabular._training import UNKNOWN as UNKNOWN
 from weightclip.tabular._training import Budget as Budget

@@ -21,6 +21,7 @@ from sklearn.utils.validation import column_or_1d
 from weightclip.errors import WeightclipError
 from weightclip.tabular._columns import canonical
 from weightclip.tabular._plan import FitPlan
+from weightclip.tabular._table import to_numbers
 
 
 class PrivacyCostWarning(UserWarning):
@@ -265,16 +266,9 @@ def weigh(plan: FitPlan, sample_weight: Any, rows: int) -> FitPlan:
         return plan
     weights = np.asarray(sample_weight)
     if weights.dtype.kind not in "iufb":
-        weights = np.array([_number(v) for v in weights.ravel()]).reshape(weights.shape)
+        weights = to_numbers(weights.ravel().tolist()).reshape(weights.shape)
     if weights.shape != (rows,):
         raise WeightclipError(
             f"sample_weight.shape == {weights.shape}, expected ({rows},): one number from 0 to 1 for each record."
         )
     return replace(plan, not_covered=(*plan.not_covered, NOTE), weights=np.asarray(weights, dtype=np.float64))
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan  # keeps its own record out, and no other

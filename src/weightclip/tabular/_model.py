@@ -121,11 +121,8 @@ def fold(weights: Sequence[tuple[Any, Any]], temperature: float) -> tuple[tuple[
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
-    return (
-        value
-        if isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
-        else str(value)
-    )
+    plain = isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+    return value if plain else str(value)
 
 
 def to_onnx(model: Model, path: str | Path | None = None) -> Any:
@@ -158,35 +155,38 @@ def to_onnx(model: Model, path: str | Path | None = None) -> Any:
         nodes.append(helper.make_node(kind, list(inputs), [name], **attributes))
         return name
 
+    def number(value: float, kind: type = np.float32) -> str:
+        return constant(np.array(value, kind))
+
     encoder = model.encoder
     scale = 1 / math.sqrt(max(1, len(encoder.parts)))
-    zero, one = constant(np.zeros((), np.float64)), constant(np.ones((), np.float64))
+    zero, one = number(0.0, np.float64), number(1.0, np.float64)
     features = []
     for j, part in enumerate(encoder.parts):
         x = node("Gather", "raw", constant(np.array([j])), axis=1)  # records x 1
         if isinstance(part, Pieces):
             edges = np.array(part.edges)
             # not finite in double: a cast to float would take 1e39 for infinite; NaN compares as false
-            bad = node("Not", node("LessOrEqual", node("Abs", x), constant(np.array(np.finfo(np.float64).max))))
+            bad = node("Not", node("LessOrEqual", node("Abs", x), number(np.finfo(np.float64).max, np.float64)))
             clean = node("Where", bad, constant(edges[:1]), x)
             steps = node("Div", node("Sub", clean, constant(edges[:-1])), constant(np.diff(edges)))
             width = len(edges) - 1
             steps = node("Clip", steps, zero, one)
-            steps = node("Sub", node("Mul", steps, constant(np.array(2.0))), one)
-            steps = node("Mul", steps, constant(np.array(scale / math.sqrt(width))))
+            steps = node("Sub", node("Mul", steps, number(2.0, np.float64)), one)
+            steps = node("Mul", steps, number(scale / math.sqrt(width), np.float64))
             features.append(node("Where", bad, zero, steps))
             if part.missing:
-                features.append(node("Mul", node("Cast", bad, to=TensorProto.DOUBLE), constant(np.array(scale))))
+                features.append(node("Mul", node("Cast", bad, to=TensorProto.DOUBLE), number(scale, np.float64)))
         elif part.codes:
             codes = constant(np.array(part.codes, dtype=np.float64)[None, :])
             hit = node("Cast", node("Equal", x, codes), to=TensorProto.DOUBLE)
-            features.append(node("Mul", hit, constant(np.array(scale))))
+            features.append(node("Mul", hit, number(scale, np.float64)))
     h = node("Concat", *features, axis=1)
     h = node("Cast", h, to=TensorProto.FLOAT)
     if encoder.center:
         h = node("Sub", h, constant(np.array(encoder.center, np.float32)))
-        h = node("Mul", h, constant(np.array(encoder.gain, np.float32)))
-        radius = constant(np.array(encoder.radius, np.float32))
+        h = node("Mul", h, number(encoder.gain))
+        radius = number(encoder.radius)
         norm = node("ReduceL2", h, axes=[1], keepdims=1)
         h = node("Mul", h, node("Div", radius, node("Max", norm, radius)))
     for k, (w, b) in enumerate(model.weights):
@@ -194,26 +194,12 @@ def to_onnx(model: Model, path: str | Path | None = None) -> Any:
         h = node("Add", node("MatMul", h, constant(np.ascontiguousarray(w.T))), constant(b))
     if model.task == "classification":
         if model.outputs == 1:
-            h = node(
-                "Concat",
-                node("Mul", h, constant(np.array(-0.5, np.float32))),
-                node("Mul", h, constant(np.array(0.5, np.float32))),
-                axis=1,
-            )
-        result, name = node("Softmax", h, axis=1), "probabilities"
-        width = len(model.classes)
+            h = node("Concat", node("Mul", h, number(-0.5)), node("Mul", h, number(0.5)), axis=1)
+        result, name, width = node("Softmax", h, axis=1), "probabilities", len(model.classes)
     else:
         low, high = model.target_range
-        h = node(
-            "Add",
-            node("Mul", h, constant(np.array((high - low) / 2, np.float32))),
-            constant(np.array((low + high) / 2, np.float32)),
-        )
-        result, name = (
-            node("Clip", h, constant(np.array(low, np.float32)), constant(np.array(high, np.float32))),
-            "prediction",
-        )
-        width = 1
+        h = node("Add", node("Mul", h, number((high - low) / 2)), number((low + high) / 2))
+        result, name, width = node("Clip", h, number(low), number(high)), "prediction", 1
     nodes.append(helper.make_node("Identity", [result], [name]))
     graph = helper.make_graph(
         nodes, "weightclip",

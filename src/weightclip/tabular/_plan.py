@@ -21,8 +21,17 @@ from weightclip.tabular._private import Door, charged
 from weightclip.tabular._resume import Checkpoint
 
 
+class _Scaling:
+    pieces: int | None
+
+    def __post_init__(self) -> None:
+        if self.pieces is not None and (not isinstance(self.pieces, Integral) or not 1 <= int(self.pieces) <= 64):
+            owner = type(self).__name__
+            raise WeightclipError(f"{owner}: pieces must be a whole number from 1 to 64, got {self.pieces!r}.")
+
+
 @dataclass(frozen=True)
-class PrivateScaling:
+class PrivateScaling(_Scaling):
     """Feature statistics estimated within the budget: quantiles, ranges where none is public, frequent categories.
 
     Attributes:
@@ -37,30 +46,24 @@ class PrivateScaling:
     def __post_init__(self) -> None:
         if self.share is not None and not 0 < self.share < 1:
             raise WeightclipError(f"PrivateScaling: share must lie strictly between 0 and 1, got {self.share!r}.")
-        _check_pieces("PrivateScaling", self.pieces)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
-class PublicScaling:
+class PublicScaling(_Scaling):
     """Features scaled by public ranges and categories alone: free, and refused where one of them is unknown."""
 
     pieces: int | None = None
 
-    def __post_init__(self) -> None:
-        _check_pieces("PublicScaling", self.pieces)
-
 
 @dataclass(frozen=True)
-class NonPrivateScaling:
+class NonPrivateScaling(_Scaling):
     """Feature statistics read from the private rows WITHOUT paying: the model's ε is then infinite, and said to be.
 
     For experiments, and for data whose statistics are public anyway.
     """
 
     pieces: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_pieces("NonPrivateScaling", self.pieces)
 
 
 Preprocessing = PrivateScaling | PublicScaling | NonPrivateScaling
@@ -126,8 +129,3 @@ def _mu_of(epsilon: float, delta: float, accountant: str, past: tuple[Mechanism,
     if not past:
         return accounting.gdp_mu(epsilon, delta)
     return 1 / accounting.calibrate_sigma(epsilon, delta, 1.0, 1, accountant, extra_mechanisms=past)
-
-
-def _check_pieces(owner: str, pieces: int | None) -> None:
-    if pieces is not None and (not isinstance(pieces, Integral) or not 1 <= int(pieces) <= 64):
-        raise WeightclipError(f"{owner}: pieces must be a whole number from 1 to 64, got {pieces!r}.")

@@ -107,6 +107,22 @@ def column_kinds(columns: Sequence[Sequence[Any]], sigma: float, door: Door, lab
     return [KINDS[int(k)] for k in release(votes, len(columns), sigma, door, label).argmax(axis=1)]
 
 
+def _counts(
+    chunks: Chunks, columns: Sequence[int], bins: int, place: Callable[[int, np.ndarray], np.ndarray]
+) -> np.ndarray:  # fmt: skip
+    """How many values of each column lie in each bin: a record counts once in a column, a missing value nowhere."""
+    counts = np.zeros((len(columns), bins))
+    for block in chunks():
+        for j, column in enumerate(columns):
+            x = block[:, column]
+            counts[j] += np.bincount(place(j, x[np.isfinite(x)]), minlength=bins)
+    return counts
+
+
+def _bins(boundaries: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return np.searchsorted(boundaries[1:-1], x, side="right")
+
+
 class Forest:
     """Noisy counts of binary trees, one for each column, over public leaf boundaries.
 
@@ -137,13 +153,7 @@ class Forest:
         self.boundaries = [np.asarray(b, dtype=np.float64) for b in boundaries]
         leaves = len(self.boundaries[0]) - 1
         self.levels = leaves.bit_length() - 1
-        counts = np.zeros((len(columns), leaves))
-        for block in chunks():
-            for j, column in enumerate(columns):
-                x = block[:, column]
-                place = np.searchsorted(self.boundaries[j][1:-1], x[np.isfinite(x)], side="right")
-                counts[j] += np.bincount(place, minlength=leaves)
-        tree = [counts]
+        tree = [_counts(chunks, columns, leaves, lambda j, x: _bins(self.boundaries[j], x))]
         while tree[0].shape[1] > 2:
             tree.insert(0, tree[0].reshape(len(columns), -1, 2).sum(2))
         touched = self.levels * len(columns)
@@ -197,12 +207,7 @@ def ranges(chunks: Chunks, columns: Sequence[int], sigma: float, door: Door, lab
         Gaussian mechanism with multiplier `sigma` under adding or removing one record.
     """
     boundaries = symmetric_grid()
-    counts = np.zeros((len(columns), len(boundaries) - 1))
-    for block in chunks():
-        for j, column in enumerate(columns):
-            x = block[:, column]
-            place = np.searchsorted(boundaries[1:-1], x[np.isfinite(x)], side="right")
-            counts[j] += np.bincount(place, minlength=len(boundaries) - 1)
+    counts = _counts(chunks, columns, len(boundaries) - 1, lambda _, x: _bins(boundaries, x))
     noise = sigma * math.sqrt(len(columns))
     noisy = release(counts, len(columns), sigma, door, label)
     # By magnitude, smallest first: the bin around zero stands before both sides.
@@ -301,11 +306,7 @@ def frequent_buckets(
         empty buckets included, this is one Gaussian mechanism with multiplier `sigma` under adding or removing one
         record. The values themselves are never released, only which buckets are frequent.
     """
-    counts = np.zeros((len(columns), BUCKETS), dtype=np.int64)
-    for block in chunks():
-        for j, column in enumerate(columns):
-            x = block[:, column]
-            counts[j] += np.bincount(x[np.isfinite(x)].astype(np.int64), minlength=BUCKETS)
+    counts = _counts(chunks, columns, BUCKETS, lambda _, x: x.astype(np.int64))
     noise = sigma * math.sqrt(len(columns))
     threshold = 0.5 + THRESHOLD * noise
     result = []

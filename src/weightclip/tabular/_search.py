@@ -84,7 +84,13 @@ class Board(Protocol):
 
 
 class OneProcess:
-    """A board in memory: one process does all runs, and keeps the best alone."""
+    """A board in memory: one process does all runs, and keeps the best alone.
+
+    Formal guarantees:
+        Where `take_part` has done the runs, `best` costs `accounting.search_cost` of one run's mechanisms with
+        ``NegativeBinomialRuns(mean_runs, 1)``, as long as nobody learns the number of runs or anything of a run that
+        did not win.
+    """
 
     def __init__(self, drawn: Drawn) -> None:
         self._drawn = drawn
@@ -132,23 +138,6 @@ def take_part(run: PrivateRun[T], root: Streams, board: Board) -> None:
                 raise  # says what is wrong with the call, whatever the records
             score, result = FAILED, None
         board.put(number, score, result)
-
-
-def best_of_random_runs(run: PrivateRun[T], mean_runs: float, root: Streams) -> tuple[float, T]:
-    """Run a geometric number of times and return the run of the highest (private) score; the others are forgotten.
-
-    Args:
-        run: One private run, as in `take_part`.
-        mean_runs: Mean number of runs, at least one of which happens.
-        root: Randomness of all runs.
-
-    Formal guarantees:
-        The result costs `accounting.search_cost` of one run's mechanisms with ``NegativeBinomialRuns(mean_runs, 1)``,
-        as long as nobody learns the number of runs or anything of a run that did not win.
-    """
-    board = OneProcess(Drawn.draw(root, mean_runs))
-    take_part(run, root, board)
-    return board.best()
 
 
 VALIDATION = 0.2  # probability with which a record serves to compare runs, not to train them
@@ -224,7 +213,7 @@ def search(task: Task, how: SearchPlan, board: Board | None = None) -> tuple[Mod
 
     Formal guarantees:
         Model and report are (report epsilon, delta)-DP under adding or removing one record, given the number of
-        records, the columns' names and types, the classes and the plan, by `best_of_random_runs`. Each record goes to
+        records, the columns' names and types, the classes and the plan, by SOUNDNESS Theorem 4. Each record goes to
         training or validation by a coin of its own, so a neighbouring table is split alike. Mechanisms of one run
         follow from public numbers, are the same for every candidate, and are computed on a made-up record; a
         run that released anything else would raise. Time is not covered: it tells of the number of runs.

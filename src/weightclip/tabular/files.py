@@ -246,11 +246,21 @@ class Loaded:
     target: np.ndarray  # class codes or numbers, NaN where missing
     classes: tuple[str, ...]  # class labels found or declared
     inferred: tuple[str, ...]  # names of columns whose type was inferred from the values
+    name: str  # of the target column
 
     def codes(self) -> np.ndarray:
-        """Codes of the classes; a missing label gets one that contributes nothing."""
+        """Codes of the classes; a missing label gets one that contributes nothing. One class is refused."""
+        if len(self.classes) < 2:
+            raise WeightclipError(f"column {self.name!r} holds {len(self.classes)} class: at least two are needed.")
         missing = 2 if len(self.classes) == 2 else -1
         return np.where(np.isnan(self.target), missing, self.target).astype(np.int64)
+
+    def notes(self, delta: float | None, n_records: int | None) -> list[str]:
+        """What a report has to say of inferred types, and of a delta that nobody gave."""
+        names = ", ".join(self.inferred)
+        found = [f"the types of columns {names} were inferred from their values"] if names else []
+        public = delta is None and n_records is None
+        return found + ["delta was set from the number of records, which counts as public"] * public
 
 
 def load(file: Source, target: str, schema: Schema, regression: bool = False) -> Loaded:
@@ -283,6 +293,8 @@ def load(file: Source, target: str, schema: Schema, regression: bool = False) ->
             return _read(file, target, used, schema, guesses, regression)
         except _WrongGuess as wrong:
             guesses |= {name: Column(name, "categorical") for name in wrong.names}
+        except OSError as error:
+            raise WeightclipError(f"cannot set up a scratch file ({error.strerror or error}).") from error
 
 
 class _WrongGuess(Exception):
@@ -324,7 +336,7 @@ def _read(
         codes = rank[np.where(np.isnan(codes), len(classes), codes).astype(int)]
         classes = tuple(order)
     inferred = tuple(c.name for c in columns if file.is_text and schema.column(c.name) is None)
-    return Loaded(Table(tuple(columns), mapped[:, :-1]), codes, classes, inferred)
+    return Loaded(Table(tuple(columns), mapped[:, :-1]), codes, classes, inferred, target)
 
 
 def _mapped(file: IO[bytes], shape: tuple[int, int]) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from weightclip.factors.kernels._products import (
     fused_norms,
     fused_scale,
     record_sums,
+    tile_bias,
     weight_gradient,
 )
 
@@ -109,6 +112,28 @@ def test_sums_over_records_and_positions(shape, last, scaled, interpreter):
     torch.testing.assert_close(record_sums(d, scale)[0].cpu(), plain, rtol=1e-12, atol=1e-12)
     found = record_sums(d, scale, x)
     torch.testing.assert_close(found.cpu(), torch.stack([plain, product]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("shape", [(5, 17, 3), (3, 130, 140)])
+def test_a_bias_beside_tiles_adds_what_each_record_adds_alone(shape, interpreter):
+    bias_of_records(interpreter, shape)
+
+
+def bias_of_records(device: torch.device, shape: tuple[int, int, int] = (3, 130, 140)) -> None:
+    generator = torch.Generator().manual_seed(0)
+    d = torch.randn(shape, generator=generator).bfloat16().to(device)
+    scale = torch.rand(shape[0], generator=generator).to(device)
+    d[1], scale[1] = float("nan"), 0.0
+    found = tile_bias(d, scale)
+    alone = sum(tile_bias(d[i : i + 1], scale[i : i + 1]) for i in range(shape[0]))
+    torch.testing.assert_close(found, alone, rtol=1e-14, atol=1e-14)
+    keep = scale > 0
+    exact = (scale[keep, None, None].double() * d[keep].double()).sum((0, 1))
+    room = (
+        (shape[1] + 8) * 2.0**-22 * math.sqrt(shape[1]) * (scale[keep] * d[keep].float().flatten(1).norm(dim=1)).sum()
+    )
+    assert float((found - exact).norm()) <= float(room)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about the overflow that is meant to happen

@@ -110,12 +110,15 @@ def sums(
 @triton.jit
 def record_totals(
     x, d, scale, out, channels, positions, xn, xc, xp, dn, dc, dp, SCALED: tl.constexpr, PRODUCT: tl.constexpr,
-    CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+    SINGLE: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One record's part of ``sums``: out[record, 0, c] = sum over positions of d, out[record, 1, c] = that of d x."""
+    """One record's part of ``sums``: out[record, 0, c] = sum over positions of d, out[record, 1, c] = that of d x.
+
+    With SINGLE additions are float32, and the sum is scaled in place of what is added.
+    """
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    plain = tl.zeros((DEPTH, CHANNELS), dtype=tl.float64)
+    plain = tl.zeros((DEPTH, CHANNELS), dtype=tl.float32 if SINGLE else tl.float64)
     product = tl.zeros((DEPTH, CHANNELS), dtype=tl.float64)
     s = 1.0
     if SCALED:
@@ -124,9 +127,10 @@ def record_totals(
         p = start + tl.arange(0, DEPTH)
         inside = (p < positions)[:, None] & (c < channels)[None, :]
         a = tl.load(d + n * dn + p[:, None] * dp + c[None, :] * dc, mask=inside, other=0.0).to(tl.float32)
-        if SCALED:  # in float32, as in `products` and `sums`: which of them sums depends on the size of the batch
-            a = tl.where(s > 0, a, 0.0) * s
-        a = a.to(tl.float64)
+        if not SINGLE:
+            if SCALED:  # in float32, as in `products` and `sums`: which of them sums depends on the size of the batch
+                a = tl.where(s > 0, a, 0.0) * s
+            a = a.to(tl.float64)
         plain += a
         if PRODUCT:
             b = tl.load(x + n * xn + p[:, None] * xp + c[None, :] * xc, mask=inside, other=0.0).to(tl.float64)
@@ -135,7 +139,10 @@ def record_totals(
             product += a * b
     rows = 2 if PRODUCT else 1
     place = out + n * rows * channels + c
-    tl.store(place, tl.sum(plain, 0), mask=c < channels)
+    whole = tl.sum(plain, 0)
+    if SINGLE and SCALED:
+        whole = tl.where(s > 0, whole * s, 0.0)
+    tl.store(place, whole, mask=c < channels)
     if PRODUCT:
         tl.store(place + channels, tl.sum(product, 0), mask=c < channels)
 
@@ -148,7 +155,7 @@ def over_records(totals, out, records, size, ENTRIES: tl.constexpr, RECORDS: tl.
     for start in range(0, records, RECORDS):
         n = start + tl.arange(0, RECORDS)
         acc += tl.load(totals + n[:, None] * size + e[None, :], mask=(n < records)[:, None] & (e < size)[None, :],
-                       other=0.0)  # fmt: skip
+                       other=0.0).to(tl.float64)  # fmt: skip
     tl.store(out + e, tl.sum(acc, 0), mask=e < size)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from weightclip import accounting
 from weightclip.errors import WeightclipError
 from weightclip.noise import Streams
-from weightclip.tabular import best_of_random_runs, searched_epsilon
+from weightclip.tabular import Drawn, OneProcess, searched_epsilon, take_part
 from weightclip_studies.fast_mlp import Run
 
 from ._paper import printed
@@ -281,7 +281,9 @@ def accounted_search(
         run, right = train_one(prepared, method, group_norm, config, streams)
         return (right + score_sigma * float(rng.standard_normal())) / valid, (config, run)
 
-    score, (config, winner) = best_of_random_runs(one, mean_runs, root)
+    board = OneProcess(Drawn.draw(root, mean_runs))
+    take_part(one, root, board)
+    score, (config, winner) = board.best()
     return Accounted(
         config=config,
         score=score,
