@@ -71,6 +71,11 @@ class Task:
     bounds: wc.Bounds  # of weightclip, beside the joint cap, which is what Opacus does
     delta: float = 1e-5
 
+    @property
+    def steps(self) -> int:
+        """Of every run, whatever a library's loader makes of a pass."""
+        return self.epochs * max(1, round(len(self.train) / self.batch))
+
 
 def adult(device: torch.device, limit: int | None) -> Task:
     """Income, a multi-layer perceptron."""
@@ -135,12 +140,16 @@ def start(task: Task, library: str) -> tuple[nn.Module, Any, Callable[[Tensor, T
         )  # fmt: skip
         return model, private, engine.fused_step() if fused else ordinary(model, optimizer, loss)
     from opacus import PrivacyEngine
+    from opacus.accountants.utils import get_noise_multiplier
 
     kind = library.removeprefix("opacus-")
-    found: Any = PrivacyEngine(accountant="prv").make_private_with_epsilon(
+    noise = get_noise_multiplier(  # for as many steps as ours; of its own passes there may be more steps
+        target_epsilon=task.epsilon, target_delta=task.delta, sample_rate=1 / len(loader), steps=task.steps,
+        accountant="prv",
+    )  # fmt: skip
+    found: Any = PrivacyEngine(accountant="prv").make_private(
         module=model, optimizer=optimizer, data_loader=loader, criterion=nn.CrossEntropyLoss(),
-        target_epsilon=task.epsilon, target_delta=task.delta, epochs=task.epochs, max_grad_norm=task.clip,
-        grad_sample_mode=kind,
+        noise_multiplier=noise, max_grad_norm=task.clip, grad_sample_mode=kind,
     )  # fmt: skip
     loss = found[2] if len(found) == 4 else nn.CrossEntropyLoss()
     return found[0], found[-1], ordinary(found[0], found[1], loss)
@@ -162,12 +171,14 @@ def measure(task: Task, library: str) -> dict[str, Any]:
     device = task.train.x.device
     model, loader, step = start(task, library)
     spent, reached, best, steps = 0.0, math.nan, 0.0, 0
-    for _ in range(task.epochs):
+    while steps < task.steps:
         _wait(device)
         began = time.perf_counter()
         for x, y in loader:
             step(x, y)
             steps += 1
+            if steps == task.steps:
+                break
         _wait(device)
         spent += time.perf_counter() - began
         with torch.no_grad():

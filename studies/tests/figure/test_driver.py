@@ -181,10 +181,33 @@ def test_the_command_from_training_to_page_and_audit(tmp_path, monkeypatch) -> N
         assert CliRunner().invoke(app, [*options, *wrong]).exit_code == 2
 
 
+def test_a_machine_without_matplotlib_trains_and_another_one_draws(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(_driver, "load_images", fake_images)
+    app, out, real = typer.Typer(), tmp_path / "figure", _figure.importlib.util.find_spec
+    _figure.register(app)
+    options = ["--out", str(out), "--datasets", "mnist", "--methods", "plain", "--epsilons", "3", "--trials", "1",
+               "--seeds", "1", "--device", "cpu", "--change", "steps=2", "--change", "batch=100"]  # fmt: skip
+    with monkeypatch.context() as lacking:
+        lacking.setattr(
+            _figure.importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else real(name, *a)
+        )
+        trained = CliRunner().invoke(app, options)
+        assert trained.exit_code == 0 and "rows written" in trained.output and "--draw" in trained.output
+        assert (out / "figure.jsonl").exists() and not list(out.glob("figure.[cmp]*"))
+        again = CliRunner().invoke(app, [*options, "--json"])  # nothing is left to train
+        assert json.loads(again.stdout)["files"] == [str(out / "figure.jsonl")]
+        refused = CliRunner().invoke(app, ["--out", str(out), "--draw"])
+        assert isinstance(refused.exception, wc.WeightclipError) and "matplotlib" in str(refused.exception)
+    drawn = CliRunner().invoke(app, ["--out", str(out), "--draw"])
+    assert drawn.exit_code == 0 and {p.name for p in out.glob("figure.*")} == {
+        "figure.jsonl", "figure.csv", "figure.md", "figure.png"
+    }  # fmt: skip
+
+
 def test_pages_of_many_rows(tmp_path: Path) -> None:
     recipe = Cell("cifar10", "joint", 8.0).base().to_dict()
-    row = {"stage": "final", "dataset": "cifar10", "trials": 0, "open_sides": [], "records": 9, "seconds": 1.0,
-           "device": "cpu", "recipe": recipe, "target": 8.0, "cell": "a", "changes": {}}  # fmt: skip
+    row = {"stage": "final", "dataset": "cifar10", "trials": 0, "open_sides": [], "records": 40960, "seconds": 1.0,
+           "step_ms": 250.0, "device": "cpu", "recipe": recipe, "target": 8.0, "cell": "a", "changes": {}}  # fmt: skip
     rows = [row | {"seed": s, "accuracy": a} for s, a in enumerate((70.0, 71.0, 75.0))]
     rows += [row | {"cell": "b", "changes": {"views": 1}, "recipe": recipe | {"views": 1}, "seed": 0, "accuracy": 60.0}]
     (tmp_path / _driver.ROWS_FILE).write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -192,3 +215,5 @@ def test_pages_of_many_rows(tmp_path: Path) -> None:
     text = (tmp_path / "figure.md").read_text()
     assert "| exact cap over all layers | 71.00 ± 1.53 |" in text and "(views=1) | 60.00 |" in text
     assert "fewer than three seeds" in text and "nothing was chosen" in text
+    assert "| CIFAR-10, WRN-16-4 | exact cap over all layers, ε = 8 | 4096 | 4 | 250 | 2.5 | cpu |" in text
+    assert "(views=1), ε = 8 | 4096 | 1 | 250 | 2.5 |" in text

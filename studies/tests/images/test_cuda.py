@@ -10,6 +10,7 @@ import torch
 from weightclip_studies.images._heads import HeadTrainer
 from weightclip_studies.images._product import Features
 from weightclip_studies.images._settings import HeadSettings
+from weightclip_studies.images._whitening import row_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -98,3 +99,10 @@ def test_the_first_replay_uses_the_first_weights() -> None:
     trainer.replay(graph)
     torch.cuda.synchronize()
     assert trainer.sensitivities.tolist() == pytest.approx(expected.tolist(), rel=1e-9)
+
+
+@pytest.mark.parametrize("length", [147, 243, 1023, 15552])
+def test_sums_of_rows_do_not_depend_on_the_row(length: int) -> None:
+    x = torch.randn(300, length, device="cuda")
+    for first in (1, 2, 3, 5):
+        assert torch.equal(row_sums(x)[first:], row_sums(x.roll(-first, 0))[:-first])

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from weightclip_studies.images import (
 from weightclip_studies.images._engine import audit_results
 from weightclip_studies.images._experiment import COLUMNS, chosen_features, merge_rows
 from weightclip_studies.images._noise import NoiseTable
-from weightclip_studies.images._plots import accuracy_figure, runtime_figure
+from weightclip_studies.images._plots import PUBLISHED, TITLES, accuracy_figure, runtime_figure
 from weightclip_studies.images._product import Features
 from weightclip_studies.images._runtime import COLUMNS as RUNTIME_COLUMNS
 from weightclip_studies.images._synthetic import dead_leaves
@@ -310,6 +311,17 @@ def test_runtime_command(tmp_path: Path) -> None:
     assert all(float(r["seconds_per_epoch"]) > 0 for r in rows)
     assert runtime_figure(tmp_path / "runtime.csv", tmp_path / "r.png").exists()
     assert CliRunner().invoke(reproduce(), ["runtime", "--batches", "x"]).exit_code == 2
+
+
+def test_published_results_are_those_of_the_page() -> None:
+    """What the figure shows of others stands in the page's table, and the other way round."""
+    text = (Path(__file__).parents[3] / "docs" / "images.md").read_text()
+    for dataset, points in PUBLISHED.items():
+        found = set()
+        for who, cells in re.findall(rf"^\| {TITLES[dataset]}, [^|]*\(([^|]* 20\d\d)\) \|(.*)\|$", text, re.M):
+            levels = zip((1, 2, 3, 8), cells.split("|"), strict=True)
+            found |= {(who, level, float(cell)) for level, cell in levels if cell.strip()}
+        assert found == set(points) and found
 
 
 def test_every_result_is_audited(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import json
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from weightclip_studies.images.extractor import (
     Recipe,
     ResNet9,
     contact_sheet,
+    describe_extractor,
     pictures,
     save_extractor,
 )
@@ -156,6 +158,24 @@ def test_no_time_means_nothing_begins(tmp_path, weights) -> None:
     assert not heads(tmp_path, weights, until=time.time() - 1).run() and not (tmp_path / "mnist.jsonl").exists()
 
 
+def test_passes_of_a_given_size_are_untried_and_said_to_be(tmp_path, weights, monkeypatch) -> None:
+    passes, alone = [], _features.FeatureMap.chunk_alone
+    encode = _features.FeatureMap.encode
+    monkeypatch.setattr(_features.FeatureMap, "chunk_alone", lambda self, *a: passes.append("tried") or alone(self, *a))
+    monkeypatch.setattr(_features.FeatureMap, "encode", lambda self, images, labels, chunk: (
+        passes.append(chunk), encode(self, images, labels, chunk))[1])  # fmt: skip
+    told: list[str] = []
+    study = heads(tmp_path, weights, methods=("non-private",), trials=1, chunk=30)
+    study.study.say = told.append
+    assert study.run() and passes == [30, 30]  # training and test part, nothing tried
+    (entry,) = entries(tmp_path, "encoded")
+    assert entry["chunk"] == 30 and entry["alone"] is False and any("not tried" in line for line in told)
+    passes.clear()
+    assert heads(tmp_path / "tried", weights, methods=("non-private",), trials=1).run()
+    (entry,) = entries(tmp_path / "tried", "encoded")
+    assert passes == ["tried", entry["chunk"], entry["chunk"]] and entry["alone"] is True
+
+
 def test_edges_are_warned_of(tmp_path, weights) -> None:
     told: list[str] = []
     study = heads(tmp_path, weights)
@@ -193,6 +213,31 @@ def test_a_plan_goes_on_on_another_machine(tmp_path, weights, monkeypatch) -> No
         monkeypatch.setattr(ImageStudy, made, None)
     monkeypatch.setattr(ContrastiveTraining, "run", None)
     assert plan(tmp_path / "other", earlier=tmp_path / "out").run() == []
+
+
+def test_a_plan_trains_for_steps_or_minutes(tmp_path, monkeypatch) -> None:
+    made: list[_plan.Plan] = []
+    monkeypatch.setattr(_plan.Plan, "run", lambda self: made.append(self) or [])
+    options = ["plan", "--work", str(tmp_path), "--device", "cpu", "--nets", "2", "--width", "2"]
+    for more in ([], ["--steps", "7", "--chunk", "25"], ["--minutes", "2.5"]):
+        done = CliRunner().invoke(_extractor.app, [*options, *more])
+        assert done.exit_code == 0, done.output
+    by_default, counted, timed = made
+    assert by_default.minutes == 4.0 and timed.minutes == 2.5 and by_default.chunk is timed.chunk is None
+    assert counted.minutes is None and counted.chunk == 25
+    assert [(r.seed, r.steps, r.width) for r in counted.recipes] == [(0, 7, 2), (1, 7, 2)]
+    assert [r.steps for r in timed.recipes] == [Recipe().steps] * 2
+    assert CliRunner().invoke(_extractor.app, [*options, "--steps", "0"]).exit_code == 2
+
+
+def test_a_plan_of_steps_needs_no_clock(tmp_path, weights, monkeypatch) -> None:
+    monkeypatch.setattr(ContrastiveTraining, "fill", None)  # which would time steps, on a GPU that others use too
+    monkeypatch.setitem(_experiment.EPSILONS, "mnist", (3.0,))
+    recipe = replace(TINY, steps=3, seed=5)
+    assert plan(tmp_path, recipes=(recipe,), chunk=20, methods=("non-private",)).run() == []
+    assert describe_extractor(tmp_path / "work" / "extractor", "resnet9-2-seed5").recipe == recipe
+    (entry,) = entries(tmp_path / "work" / "results", "encoded")
+    assert entry["chunk"] == 20 and entry["alone"] is False
 
 
 def test_rows_and_weights_of_a_plan_are_put_beside_earlier_ones(tmp_path, weights, monkeypatch) -> None:
@@ -233,8 +278,9 @@ def test_commands(tmp_path, weights, monkeypatch) -> None:
     assert made.exit_code == 0 and "resnet9-2-seed0.safetensors" in made.output, made.output
     assert run(_extractor.app, ["train", "--steps", "1", "--minutes", "1"]).exit_code == 1
     options = ["--weights", str(weights), "--datasets", "mnist", "--methods", "dp-sgd", "--trials", "1"]
-    options += ["--seeds", "1", "--limit", "200", "--out", str(tmp_path / "r"), "--device", "cpu"]
+    options += ["--seeds", "1", "--limit", "200", "--chunk", "40", "--out", str(tmp_path / "r"), "--device", "cpu"]
     done = run(_extractor.app, ["heads", "--features", "learned", *options])
     assert done.exit_code == 0, done.output
     assert [e["method"] for e in entries(tmp_path / "r", "final")] == ["dp-sgd"]
+    assert [(e["chunk"], e["alone"]) for e in entries(tmp_path / "r", "encoded")] == [(40, False)]
     assert run(_extractor.app, ["heads", "--weights", str(tmp_path / "none")]).exit_code == 1

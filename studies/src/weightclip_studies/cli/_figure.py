@@ -78,7 +78,11 @@ def figure(
     if not (out / "figure.jsonl").exists():
         raise WeightclipError(f"no rows in {out}: run weightclip-study reproduce figure without --draw first.")
     if importlib.util.find_spec("matplotlib") is None:  # as on a machine that only trains
-        typer.echo(f"rows written to {out}; table, picture and page: weightclip-study reproduce figure --draw")
+        if draw:
+            raise WeightclipError("matplotlib is not installed: pip install matplotlib, or draw on another machine.")
+        rows = str(out / "figure.jsonl")
+        told = f"rows written to {rows}; table, picture and page: weightclip-study reproduce figure --draw"
+        typer.echo(json.dumps({"files": [rows]}) if as_json else told)
         return
     files = [room.table(out), room.draw(out), room.page(out)]
     typer.echo(json.dumps({"files": [str(f) for f in files]}) if as_json else f"written to {out}")

@@ -243,6 +243,8 @@ def summary(rows: Sequence[Row]) -> list[Row]:
             "views": recipe["views"], "group_norm": int(recipe["group_norm"]),
             "standardise": int(recipe["standardise"]), "average": recipe["average"],
             "seconds": f"{statistics.fmean(r['seconds'] for r in finals):.1f}",
+            "step_ms": f"{(pace := statistics.median(r['step_ms'] for r in finals)):.4g}",
+            "epoch_s": f"{1e-3 * pace * first['records'] / recipe['batch']:.4g}",
             "device": first["device"],
         })  # fmt: skip
     return found

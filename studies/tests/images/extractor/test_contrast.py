@@ -109,6 +109,15 @@ def test_a_compiler_that_fails_is_not_used(monkeypatch) -> None:
     assert training.run() and plain.run() and same(training.result(), plain.result())
 
 
+def test_algorithms_are_tuned_while_it_trains_and_not_afterwards(monkeypatch) -> None:
+    seen, before = [], torch.backends.cudnn.benchmark
+    real = ContrastiveTraining._one
+    monkeypatch.setattr(ContrastiveTraining, "_one", lambda self, step: (
+        seen.append(torch.backends.cudnn.benchmark), real(self, step))[1])  # fmt: skip
+    assert ContrastiveTraining(replace(TINY, steps=1), say=quiet).run()
+    assert seen == [True] and torch.backends.cudnn.benchmark is before is False
+
+
 def test_a_recipe_survives_a_file() -> None:
     assert Recipe.from_dict(TINY.to_dict()) == TINY
 
