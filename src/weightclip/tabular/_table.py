@@ -134,6 +134,25 @@ def _polars_kind(dtype: Any) -> str | None:
     return "flag" if name == "Boolean" else None if name.startswith("Object") else "categorical"
 
 
+def pyarrow_for(path: Any) -> tuple[Any, Any]:
+    """pyarrow and its Parquet part, which reading this file takes."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise WeightclipError(f"{path}: reading it needs pyarrow: pip install 'weightclip[table]'.") from error
+    return pa, pq
+
+
+def ipc_reader(pa: Any, source: Any) -> Any:
+    """A reader of an Arrow file, or of an Arrow stream."""
+    try:
+        return pa.ipc.open_file(source)
+    except pa.ArrowInvalid:
+        source.seek(0)
+        return pa.ipc.open_stream(source)
+
+
 def arrow_kind(type_: Any) -> str:
     """Kind of a column of an Arrow table, by its type."""
     name = str(type_)

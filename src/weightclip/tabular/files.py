@@ -20,7 +20,16 @@ import numpy as np
 
 from weightclip.errors import WeightclipError
 from weightclip.tabular._columns import Column, Schema, canonical
-from weightclip.tabular._table import Coder, Table, arrow_kind, first_text, frame_columns, to_numbers
+from weightclip.tabular._table import (
+    Coder,
+    Table,
+    arrow_kind,
+    first_text,
+    frame_columns,
+    ipc_reader,
+    pyarrow_for,
+    to_numbers,
+)
 
 _ROWS = 20_000
 _FIELD = (1 << 31) - 1  # characters of a field: csv itself stops at 2^17, and one long text would end a training
@@ -189,14 +198,14 @@ class File:
                 raise WeightclipError(f"{self.path}: not a table of delimited text ({error}).") from error
 
     def _arrow_schema(self) -> Any:
-        pa, pq = _pyarrow(self.path)
+        pa, pq = pyarrow_for(self.path)
         if self._ending in (".parquet", ".pq"):
             return pq.read_schema(self.path)
         with pa.memory_map(str(self.path)) as source:
-            return _ipc(pa, source).schema
+            return ipc_reader(pa, source).schema
 
     def _arrow(self, columns: Sequence[str] | None) -> Iterator[Block]:
-        pa, pq = _pyarrow(self.path)
+        pa, pq = pyarrow_for(self.path)
         empty = True
         if self._ending in (".parquet", ".pq"):
             with pq.ParquetFile(self.path) as source:
@@ -205,7 +214,7 @@ class File:
                     yield frame_columns(pa.Table.from_batches([batch]))
         else:
             with pa.memory_map(str(self.path)) as source:
-                reader = _ipc(pa, source)
+                reader = ipc_reader(pa, source)
                 streamed = not hasattr(reader, "num_record_batches")
                 for batch in reader if streamed else map(reader.get_batch, range(reader.num_record_batches)):
                     empty = False
@@ -224,24 +233,6 @@ def _some(reader: Iterator[list[str]]) -> list[list[str]]:
         return list(itertools.islice(reader, _ROWS))
     finally:
         csv.field_size_limit(before)
-
-
-def _pyarrow(path: Path) -> tuple[Any, Any]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise WeightclipError(f"{path}: reading it needs pyarrow: pip install 'weightclip[table]'.") from error
-    return pa, pq
-
-
-def _ipc(pa: Any, source: Any) -> Any:
-    """A reader of an Arrow file, or of an Arrow stream."""
-    try:
-        return pa.ipc.open_file(source)
-    except pa.ArrowInvalid:
-        source.seek(0)
-        return pa.ipc.open_stream(source)
 
 
 def refuse_one_class(path: Path, target: str, classes: Collection[str]) -> None:

@@ -48,6 +48,12 @@ def _added(total, part, s, SCALED: tl.constexpr, GROUPED: tl.constexpr):
 
 
 @triton.jit
+def _of_tile(out, n):
+    """The place of record n and this program's tile."""
+    return out + (n * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
+
+
+@triton.jit
 def tiles(
     x, d, scale, out, records, share, height, width, xn, xh, xw, dn,
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr, WIDE: tl.constexpr, KERNEL_W: tl.constexpr,
@@ -90,18 +96,14 @@ def tiles(
             part = tl.dot(a, b, part, input_precision="tf32")
             if t % CHUNKS == CHUNKS - 1:  # the record is complete
                 if SQUARES:
-                    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-                    across = tl.num_programs(0) * tl.num_programs(1)
-                    tl.store(out + n * across + tile, tl.sum(tl.sum(part * part, 1), 0))
+                    tl.store(_of_tile(out, n), tl.sum(tl.sum(part * part, 1), 0))
                 else:
                     total = _added(total, part, s, SCALED, GROUPED)
                 part = tl.zeros((ROWS, COLS), dtype=tl.float32)
         else:
             whole = tl.dot(a, b, input_precision="tf32")
             if SQUARES:
-                tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-                across = tl.num_programs(0) * tl.num_programs(1)
-                tl.store(out + n * across + tile, tl.sum(tl.sum(whole * whole, 1), 0))
+                tl.store(_of_tile(out, n), tl.sum(tl.sum(whole * whole, 1), 0))
             else:
                 total = _added(total, whole, s, SCALED, GROUPED)
             if HALVES == 2:
