@@ -4,6 +4,8 @@
 #   OUT=... sh studies/benchmarks/images_gpu.sh smoke       a minute: step times of extractor, ConvNet, WRN-16-4; rates
 #   sh studies/benchmarks/images_gpu.sh start JOB [option]  train | heads | figure | wrn, in the background
 #   OUT=... sh studies/benchmarks/images_gpu.sh look        last lines of all logs, and an archive of what is to be kept
+#   OUT=... sh studies/benchmarks/images_gpu.sh wait 500    the same when the jobs have ended, after 500 seconds at the latest
+# A machine that goes back when nothing is asked of it takes its jobs along: let the last call of a series be a `wait`.
 # Newer typer needs pydantic, which is compiled: runs/gpu/site holds typer 0.15.4 and click 8.1.8 (pip --target) instead.
 # Every job goes on where it stopped when it is started again. Afterwards, here: `weightclip-study extractor adopt` of
 # the folder `kept`, and figure.jsonl of `figure` and `wrn` put together in results/figure, then `reproduce figure --draw`.
@@ -52,6 +54,10 @@ start)
     job=$1
     setsid nohup sh "$WORK/tree/studies/benchmarks/images_gpu.sh" run "$@" >>"$WORK/$job.log" 2>&1 </dev/null &
     sleep 1; echo "$job started" ;;
+wait)
+    until=$(($(date +%s) + ${1:-500}))
+    while [ "$(date +%s)" -lt "$until" ] && pgrep -f "images_gpu.sh [r]un" >/dev/null; do sleep 2; done
+    sh "$0" look ;;
 look)
     for log in "$WORK"/*.log; do echo "== $log"; tail -n 6 "$log"; done
     cp "$WORK"/kept/* "$OUT/" 2>/dev/null || true
