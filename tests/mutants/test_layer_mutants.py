@@ -49,7 +49,7 @@ def every_row_of_a_record_has_the_limit_for_itself(patch: Patch) -> None:
 
 @mutant(exact("folded positions"))
 def scales_are_laid_on_rows_in_the_wrong_order(patch: Patch) -> None:
-    def scaled(self, scale):
+    def scaled(self, scale, wide=False):
         return self.part._wc_form.sums(self.part, self.x, self.d, scale.repeat(self.m), self.conf)
 
     patch.setattr(_collector.Use, "scaled", scaled)

@@ -144,10 +144,11 @@ class FusedStep:
             return self._ordinary(inputs.x, inputs.y)
         here, stream = torch.cuda.current_stream(), side_stream(self.engine.device, "step")
         stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            value = self._ordinary(inputs.x, inputs.y)
-        here.wait_stream(stream)
-        return value
+        try:
+            with torch.cuda.stream(stream):
+                return self._ordinary(inputs.x, inputs.y)
+        finally:
+            here.wait_stream(stream)
 
     def _circumstances(self) -> tuple[Hashable, ...]:
         """All that a graph holds fixed."""
@@ -230,7 +231,9 @@ class FusedStep:
                 parameter.grad = None
         if _forget_unmade(caches[0]):
             return False
-        found, kept = self.training.sensitivity, [reads.kept, caches[1]]
+        # nobody looks at what compiled code reads: tensors that modules hold as plain attributes are kept with the rest
+        plain = [v for m in self.training.model.modules() for v in vars(m).values() if isinstance(v, Tensor)]
+        found, kept = self.training.sensitivity, [reads.kept, caches[1], plain]
         bounds = found.values, found.factors, found.reach
         self._graphs[key] = _Recorded(graph, noise, inputs, value, gradients, flat, whole, bounds, kept)
         return True

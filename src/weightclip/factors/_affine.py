@@ -143,7 +143,7 @@ class Affine(Kind):
         limits, flags, dims = part._wc_limits, part._wc_flags, free_dims(x, part.weight, first_of(part, x))
         return affine_scale(x, d, limits, flags, beta_of(part), dims, counter)
 
-    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
+    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf, wide: bool = False) -> Sums:
         return affine_sums(x, d, scales, part.weight, first_of(part, x), trains(part))
 
     def gradients(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> list[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,12 +129,16 @@ class Use:
             return self.own.norm(beta_of(self.part))
         return self.part._wc_form.norm(self.part, x, d, way, conf)
 
-    def scaled(self, scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Sums over records for these scales of records."""
+    def scaled(self, scale: Tensor | None, wide: bool = False) -> tuple[Tensor | None, Tensor | None]:
+        """Sums over records for these scales of records; ``wide``: in float64, since other uses may cancel this one."""
         if self.own is not None:
             return self.own.sums(scale, self.part.weight)
-        rows = scale if scale is None or self.m == 1 else scale.repeat_interleave(self.m)
-        return self.part._wc_form.sums(self.part, self.x, self.d, rows, self.conf)
+        x, d, conf, rows = self.x, self.d, self.conf, scale
+        if self.m > 1 and self.part._wc_product.group:  # rows of a record may cancel: one product for all of them
+            x, d, conf = self.grouped()
+        elif self.m > 1 and scale is not None:
+            rows = scale.repeat_interleave(self.m)
+        return self.part._wc_form.sums(self.part, x, d, rows, conf, wide)
 
     def key(self) -> Any:
         """What the use shares with other uses: the parameter, or the block of it."""
@@ -353,17 +358,32 @@ class Collector:
         good = torch.isfinite(total) & (scale >= SMALLEST)  # smaller scales round by more than is allowed for
         scale = self._masked(torch.where(good, scale, torch.zeros_like(scale)), total)
         last = {id(use.entry): use for use in uses}  # limits over several uses are taken when all are known
+        counts = Counter(id(use.entry) for use in uses)
+        together: dict[int, dict[int, Tensor]] = {}  # uses of one layer may cancel: only their sum is limited
         for use in uses:
-            self._add(use, scale)
-            if self.done is not None and last[id(use.entry)] is use:
-                self.done(use.entry.places())
+            if counts[id(use.entry)] == 1:
+                self._add(use, scale)
+            else:
+                found = together.setdefault(id(use.entry), {})
+                for place, total in self._totals(use, scale, True):
+                    found[place] = found[place] + total if place in found else total.double()
+            if last[id(use.entry)] is use:
+                for place, total in together.pop(id(use.entry), {}).items():
+                    self.add(place, total)
+                if self.done is not None:
+                    self.done(use.entry.places())
 
     def _add(self, use: Use, scale: Tensor | None) -> None:
+        for place, total in self._totals(use, scale, False):
+            self.add(place, total)
+
+    def _totals(self, use: Use, scale: Tensor | None, wide: bool) -> Iterator[tuple[int, Tensor]]:
+        """Places in the release, and what one use adds there."""
         entry, part = use.entry, use.part
         layer, names = (part.layer, (part.name, part.bias_name)) if isinstance(part, Part) else (part, _NAMES)
-        for name, total in zip(names, use.scaled(scale), strict=True):
+        for name, total in zip(names, use.scaled(scale, wide), strict=True):
             if name is None or total is None:
                 continue
             place = entry.place(layer, name)
             if place is not None:
-                self.add(place, part.laid(total, name) if isinstance(part, Part) else total)
+                yield place, part.laid(total, name) if isinstance(part, Part) else total

@@ -15,6 +15,7 @@ from weightclip.factors._limits import (
     CAP,
     KIND_SHIFT,
     Counts,
+    apart,
     beta_of,
     cap_scale,
     masked,
@@ -247,17 +248,17 @@ def conv_scale(
 
 def conv_sums(
     x: Tensor, d: Tensor, scale: Tensor | None, like: Tensor, shape: Shape, product: tuple[torch.dtype, int],
-    wanted: tuple[bool, bool],
+    wanted: tuple[bool, bool], wide: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of kernel and bias summed over records, each only if wanted; laid out as the weight ``like``."""
     if product == (torch.float32, 1) and wanted[0] and _tiled(x, d, shape, torch.float32):
-        weight = tile_sums(x, d, scale, shape.window(), like.dtype)
-        return laid_out(weight, like), channel_sums(d, scale) if wanted[1] else None
+        weight = tile_sums(x, d, scale, shape.window(), torch.float64 if wide else like.dtype)
+        return laid_out(weight, like, wide), channel_sums(d, scale) if wanted[1] else None
     dtype, chunk = of_one_record(product, x)
     if wanted[0] and dtype == torch.float64 and by_kernel(x, d, shape.groups, shape.transposed):
         sizes = like.shape[2:], shape.stride, shape.padding, shape.dilation
         weight, bias = weight_gradient(x, d, scale, *sizes, wanted[1])
-        return laid_out(weight, like), bias
+        return laid_out(weight, like, wide), bias
     weight = bias = None
     if wanted[0]:
         weight = conv_product(x, d, scale, like, shape.conf, dtype, chunk, shape.transposed, shape.extra)
@@ -302,9 +303,9 @@ class Conv(Kind):
         limits, flags, beta, product = part._wc_limits, part._wc_flags, beta_of(part), part._wc_product.dtype
         return conv_scale(x, d, limits, flags, beta, shape_of(part, conf), product, counter)
 
-    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
-        product = part._wc_product.dtype, part._wc_product.chunk
-        return conv_sums(x, d, scales, part.weight, shape_of(part, conf), product, trains(part))
+    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf, wide: bool = False) -> Sums:
+        product = apart(part, wide)
+        return conv_sums(x, d, scales, part.weight, shape_of(part, conf), product, trains(part), wide)
 
     def gradients(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> list[Tensor]:
         shape = shape_of(part, conf)

@@ -12,8 +12,10 @@ from torch import Tensor
 from weightclip.factors._kind import Conf, Factors, Kind, Measure, Sums, entrywise_bound
 from weightclip.factors._limits import (
     BOUND,
+    CANCELLED,
     CAP,
     Counts,
+    apart,
     beta_of,
     both_masked,
     cap_scale,
@@ -105,7 +107,8 @@ def position_gram(x: Tensor, d: Tensor, beta: float, product: torch.dtype = torc
     free = (xs.square().sum((1, 2)) + beta**2 * places) * ds.square().sum((1, 2))
     terms = xs.shape[2] + ds.shape[2] + places**2 + 8
     exact = (gram.sum((1, 2)).clamp(min=0) + terms * 2.0**-53 * free).sqrt()
-    return (exact + product_rounding(places, product) * free.sqrt()).to(torch.float32)
+    found = exact + product_rounding(places, product) * free.sqrt()
+    return torch.maximum(found, CANCELLED * free.sqrt()).to(torch.float32)
 
 
 def dense_product(x: Tensor, d: Tensor, scale: Tensor | None, dtype: torch.dtype, chunk: int) -> Tensor:
@@ -161,18 +164,20 @@ def dense_sums(
     product: tuple[torch.dtype, int],
     wanted: tuple[bool, bool],
     group: int = 0,
+    wide: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of weight and bias summed over records, each only if wanted; laid out as the weight ``like``."""
     if product == (torch.float32, 1) and wanted[0] and _tiled(x, d, torch.float32):
         x, d = _rows(x, d)
-        weight = tile_sums(x, d, scale, stored=like.dtype, group=group)[:, :, 0, 0]
-        return laid_out(weight, like), tile_bias(d, scale) if wanted[1] else None
+        stored, group = (torch.float64, 0) if wide else (like.dtype, group)
+        weight = tile_sums(x, d, scale, stored=stored, group=group)[:, :, 0, 0]
+        return laid_out(weight, like, wide), tile_bias(d, scale) if wanted[1] else None
     by_kernel, (dtype, chunk) = x.is_cuda and fits(x, d), of_one_record(product, x)
     if scale is not None and not by_kernel:  # scaled once for both gradients
         x, d, scale = *both_masked(x, d, scale), None
     if by_kernel and dtype == torch.float64 and wanted[0]:
         weight, bias = dense_gradient(x, d, scale, wanted[1])
-        return laid_out(weight, like), bias
+        return laid_out(weight, like, wide), bias
     if x.is_cpu and d.numel() <= _CACHE and not transforming():
         d = d.double()  # one copy for both gradients
     return (
@@ -194,9 +199,9 @@ class Dense(Kind):
         limits, flags, beta, product = part._wc_limits, part._wc_flags, beta_of(part), part._wc_product.dtype
         return dense_scale(x, d, limits, flags, beta, product, counter)
 
-    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
-        product = part._wc_product.dtype, part._wc_product.chunk
-        return dense_sums(x, d, scales, part.weight, product, trains(part), part._wc_product.group)
+    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf, wide: bool = False) -> Sums:
+        product, group = apart(part, wide), part._wc_product.group
+        return dense_sums(x, d, scales, part.weight, product, trains(part), group, wide)
 
     def gradients(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> list[Tensor]:
         xs, ds = (t.double().reshape(t.shape[0], -1, t.shape[-1]) for t in (x, d))
@@ -222,9 +227,9 @@ class Dense(Kind):
 class Outer(Dense):
     """A dense layer on outer products of two inputs, whose weight has a dimension for each."""
 
-    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
-        product = part._wc_product.dtype, part._wc_product.chunk
-        weight, bias = dense_sums(x, d, scales, part.weight.flatten(1), product, trains(part), part._wc_product.group)
+    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf, wide: bool = False) -> Sums:
+        product, group = apart(part, wide), part._wc_product.group
+        weight, bias = dense_sums(x, d, scales, part.weight.flatten(1), product, trains(part), group, wide)
         return weight if weight is None else weight.reshape(part.weight.shape), bias
 
     def own(self, part: Any, x: Tensor, d: Tensor, conf: Conf, way: int) -> Own | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from weightclip.factors._kind import Conf, Factors, Kind, Measure, Sums, one_norm
 from weightclip.factors._limits import (
     BOUND,
+    CANCELLED,
     CAP,
     Counts,
     cap_scale,
@@ -46,7 +47,8 @@ def embedding_norm(ids: Tensor, d: Tensor, skip: int | None, product: torch.dtyp
         free = places * squares
         gram = ((ds @ ds.mT) * (rows[:, :, None] == rows[:, None, :])).sum((1, 2)).clamp(min=0)
         exact = (gram + (ds.shape[2] + places**2 + 8) * 2.0**-53 * free).sqrt()
-        return (exact + product_rounding(places, product) * free.sqrt()).float()
+        found = exact + product_rounding(places, product) * free.sqrt()
+        return torch.maximum(found, CANCELLED * free.sqrt()).float()
     return (squares + ds.shape[2] * torch.finfo(torch.float32).tiny).sqrt().float()
 
 
@@ -84,9 +86,11 @@ class Embedding(Kind):
         limits, flags, product = part._wc_limits, part._wc_flags, part._wc_product.dtype
         return embedding_scale(x, d, limits, flags, part.padding_idx, product, counter)
 
-    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
+    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf, wide: bool = False) -> Sums:
         skip, rows = -1 if part.padding_idx is None else part.padding_idx, part.weight.shape[0]
-        return embedding_sums(x, d, scales, rows, skip, part._wc_product.dtype) if trains(part)[0] else None, None
+        # a table's rows are added over records: what forms one record's product by itself does not help here
+        dtype = torch.float64 if wide or part._wc_product.chunk else part._wc_product.dtype
+        return embedding_sums(x, d, scales, rows, skip, dtype) if trains(part)[0] else None, None
 
     def gradients(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> list[Tensor]:
         ids, ds = x.reshape(x.shape[0], -1), d.double().reshape(x.shape[0], -1, d.shape[-1])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weightclip.factors._dense import DENSE, dense_factors, position_gram
 from weightclip.factors._embedding import EMBEDDING, embedding_factors, embedding_norm
-from weightclip.factors._limits import beta_of, product_rounding, trains
+from weightclip.factors._limits import CANCELLED, beta_of, product_rounding, trains
 
 if TYPE_CHECKING:
     from weightclip.factors._collector import Use
@@ -79,7 +79,8 @@ def _rank_one(uses: list[Use]) -> Tensor:
         total = total + 2 * (picked * (right @ rows.double().mT)).sum((1, 2))
         terms = picked.shape[1] * picked.shape[2] + right.shape[2] + 8
         total = total + terms * 2.0**-52 * free[0] * free[1]
-    return (torch.as_tensor(total).clamp(min=0).sqrt() * (1 + 2.0**-22)).float()
+    exact = torch.as_tensor(total).clamp(min=0).sqrt() * (1 + 2.0**-22)
+    return torch.maximum(exact, CANCELLED * torch.stack(free).sum(0)).float()
 
 
 def _formed(uses: list[Use]) -> Tensor:
@@ -88,7 +89,7 @@ def _formed(uses: list[Use]) -> Tensor:
     chunk = max(1, _CHUNK // max(1, uses[0].part.weight.numel()))
     found = []
     for start in range(0, parts[0][1].shape[0], chunk):
-        total, room = None, 0.0
+        total, room, free = None, 0.0, torch.zeros((), dtype=torch.float64, device=uses[0].d.device)
         for use, (x, d, conf) in zip(uses, parts, strict=True):
             kind, x, d = use.part._wc_form, x[start : start + chunk], d[start : start + chunk]
             weight, *bias = kind.gradients(use.part, x, d, conf)
@@ -97,6 +98,7 @@ def _formed(uses: list[Use]) -> Tensor:
             a, b = kind.factors(use.part, x, d, conf)
             places = math.prod(d.shape[1:]) + 8
             room = room + product_rounding(places, use.part._wc_product.dtype) * a.double() * b.double()
+            free = free + a.double() * b.double()
         assert total is not None
-        found.append((total.square().sum(1).sqrt() + room).float())
+        found.append(torch.maximum(total.square().sum(1).sqrt() + room, CANCELLED * free).float())
     return torch.cat(found)

@@ -65,8 +65,11 @@ class Kind(ABC):
         return cap_scale(scale, self.norm(part, x, d, part._wc_kind, conf), *both, limits[2], counter)
 
     @abstractmethod
-    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
-        """sum_i scale_i (gradient of record i) of weight and bias; None for one that is not trained."""
+    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf, wide: bool = False) -> Sums:
+        """sum_i scale_i (gradient of record i) of weight and bias; None for one that is not trained.
+
+        ``wide``: other uses may cancel this one, so that it is far larger than what is limited: float64 throughout.
+        """
 
     @abstractmethod
     def gradients(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> list[Tensor]:

@@ -17,12 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from weightclip._torch import ConvNd, apply_directly, reshaped_copy_of, transforms_active
+from weightclip.errors import WeightclipError
 
 RADIUS, COTANGENT, CAP = 1, 2, 4  # bits: which of the limits are enforced
 KIND_SHIFT = 4  # three bits from here on say how a capped convolution measures its gradients (factors._record_norms)
 BOUND = 1 << 7  # the cap stands for a certified bound: it meets the free product of norms, as the certificate does
 SMALLEST = 2.0**-126  # normal float32: smaller scales count as zero
 _TINIEST = torch.finfo(torch.float32).tiny
+# Positions or uses of a record that cancel to less than this part of their own norms count as so much: they are added
+# up over records in float64, and no such sum may be so much larger than what is limited that its rounding shows.
+CANCELLED = 2.0**-12
 TINY = 1e-30  # floor under a norm before dividing by it: a zero record keeps scale one
 
 
@@ -48,6 +52,13 @@ class Product:
     chunk: int = 0
     covered: bool = True
     group: int = field(default=0, repr=False)  # settled by the engine: no part of what a seeded run is named by
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, torch.float32, torch.float64) or min(self.chunk, self.group) < 0:
+            raise WeightclipError(
+                "Product: dtype is None, torch.float32 or torch.float64, and chunk is not negative (products in other "
+                f"types round by more than is allowed for); got {self!r}."
+            )
 
     @classmethod
     def fast(cls) -> Product:
@@ -243,6 +254,12 @@ def product_rounding(terms: int, product: torch.dtype) -> float:
 def beta_of(part: Any) -> float:
     """The weight of the bias in the input factor, zero if it is not trained."""
     return part._wc_beta if trains(part)[1] else 0.0
+
+
+def apart(part: Any, wide: bool) -> tuple[torch.dtype, int]:
+    """Type and chunk of a part's products; ``wide``: float64, but for products of one record each, whose sum is."""
+    product = part._wc_product
+    return (torch.float64, 0) if wide and product.chunk != 1 else (product.dtype, product.chunk)
 
 
 def trains(part: Any) -> tuple[bool, bool]:

@@ -127,7 +127,7 @@ class Copies(Kind):
     def norm(self, part: Any, x: Tensor, d: Tensor, way: int, conf: Conf) -> Tensor:
         return part._wc_beta * squared_norm(d).sqrt()
 
-    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf) -> Sums:
+    def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf, wide: bool = False) -> Sums:
         return masked(d, scales, True).sum(0, dtype=torch.float64), None
 
     def gradients(self, part: Any, x: Tensor, d: Tensor, conf: Conf) -> list[Tensor]:

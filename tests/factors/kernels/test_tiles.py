@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -297,6 +298,52 @@ def parts_hold_groups(monkeypatch) -> None:
             tile_sums(x, d, None, group=group)
             share, parts = asked.pop()
             assert share <= group and share * parts >= records
+
+
+@pytest.mark.parametrize("most", [2**27, 1])
+def test_groups_that_would_not_fit_are_added_in_float64(most, monkeypatch):
+    asked: list[tuple[bool, bool, torch.dtype]] = []
+
+    def spy(flat, scale, out, share, parts, squares, grouped, how):
+        asked.append((grouped, scale is None, out.dtype))
+        out.zero_()
+
+    monkeypatch.setattr(_tiles, "_launch", spy)
+    monkeypatch.setattr(_tiles, "_ROOM", most)
+    x, d = torch.zeros(40, 16, 4), torch.zeros(40, 16, 8)
+    tile_sums(x, d, None, group=16)  # without scales a group has ones: Triton would add inside of products
+    fits = most > 1
+    assert asked == [(fits, not fits, torch.float32 if fits else torch.float64)]
+
+
+@pytest.mark.parametrize("parts", [16, 17])
+def test_many_parts_are_added_in_float64(parts, monkeypatch):
+    """16 parts are what `tile_additions` counts."""
+    assert tile_additions(5) == 5 + 16 + 1
+
+    def spy(flat, scale, out, *rest):
+        out.fill_(1.0)
+        out[0] = 2.0**24
+
+    monkeypatch.setattr(_tiles, "_launch", spy)
+    x, d = torch.zeros(parts, 16, 4), torch.zeros(parts, 16, 8)
+    found = tile_sums(x, d, None, group=1)
+    exact = 2.0**24 + parts - 1
+    assert found.dtype == (torch.float32 if parts <= 16 else torch.float64)
+    assert parts <= 16 or bool((found == exact).all())
+
+
+def test_grams_count_every_summand():
+    flat = _tiles._flat(torch.zeros(2, 80, 300), torch.zeros(2, 80, 200), POINT)
+    _, share, _ = grams_share(flat)
+    assert share >= (300 + 200) * _tiles.UNIT
+
+
+def grams_share(flat):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_tiles, "launch", lambda *args, **options: None)
+        patch.setattr(_tiles, "_kernels", lambda: SimpleNamespace(grams=None))
+        return _tiles._grams(flat, 0.0)
 
 
 def test_what_fits():

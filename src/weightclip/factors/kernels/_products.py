@@ -90,11 +90,13 @@ def dense_gradient(
     return weight[:, :, 0, 0], sums
 
 
-def laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """In the parameter's type and order of entries, in one copy: as it is, autograd and foreach operators take it."""
-    if gradient.dtype == parameter.dtype and gradient.stride() == parameter.stride():
+def laid_out(gradient: Tensor, parameter: Tensor, wide: bool = False) -> Tensor:
+    """In the parameter's type (``wide``: in its own) and order of entries, in one copy: as it is, foreach operators
+    take it."""
+    kind = gradient.dtype if wide else parameter.dtype
+    if gradient.dtype == kind and gradient.stride() == parameter.stride():
         return gradient
-    return torch.empty_like(parameter).copy_(gradient)
+    return torch.empty_like(parameter, dtype=kind).copy_(gradient)
 
 
 def record_sums(d: Tensor, scale: Tensor | None, x: Tensor | None = None) -> Tensor:
@@ -181,7 +183,8 @@ def fused_scale(
 
     Formal guarantees:
         Those of ``record_scale``: norms are float32 sums of nonnegative numbers, so that the certificate's allowance
-        for their rounding holds in this order too; a record with a non-finite factor gets 0.
+        for their rounding holds in any order; a record with a non-finite factor gets 0. How many programs share a
+        record follows from the size of the batch, and with it the last bits of a scale (place: SOUNDNESS section 8).
     """
     out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     x_size, d_size, tiny = x.numel() // len(x), d.numel() // len(d), torch.finfo(torch.float32).tiny

@@ -26,6 +26,7 @@ _WAVES = 264  # programs: two for each multiprocessor of a large GPU
 _ADDED = 2**15  # rows of a group times records of the largest draw: float32 sums of that size cost 0.4% of sensitivity
 _FEWEST_GROUPED = 16  # rows of a group from which float32 sums are worth it
 _PARTS = 16  # of a sum, that are added in float32
+_ROOM = 2**27  # numbers that all parts of a sum may take
 _TINIEST = torch.finfo(torch.float32).tiny
 
 
@@ -93,6 +94,10 @@ def tile_sums(
     """
     flat = _flat(x, d, window)
     how = tiling(flat.outs, flat.columns, flat.places, x.dtype, group > 0)
+    if -(-flat.records // max(1, group)) * flat.outs * flat.columns > _ROOM:
+        group = 0  # too many parts to store: the same products, added in float64
+    elif group and scale is None:  # Triton would add products inside of the next one
+        scale = torch.ones(flat.records, device=x.device)
     parts = _parts(flat, how, group)
     share = -(-flat.records // parts)
     parts = -(-flat.records // share)
@@ -135,8 +140,8 @@ def tile_norms(x: Tensor, d: Tensor, beta: float, window: Window = POINT, counts
     Formal guarantees:
         Never less than the norm of T_n. By tiles the squares are those of float32 products of the same operands; by
         Grams (fewer multiplications where positions are few) the float32 inner products may be off by their rounding,
-        counted in full: 2^-22 for each summand on tensor cores and 2^-24 for each other addition, times the squared
-        product of the factors' norms.
+        counted in full: 2^-22 for each summand on tensor cores (compilers add inside of products) and 2^-24 for each
+        other addition, times the squared product of the factors' norms.
     """
     flat = _flat(x, d, window)
     if by_grams(flat.places, flat.columns, flat.outs):
@@ -272,9 +277,9 @@ def _grams(flat: _Flat, beta: float) -> tuple[Tensor, float, None]:
         x, d, found, x.shape[1], x.shape[2], beta**2, *x.stride()[:3], d.stride(0), *flat.shape(),
         x.dtype == torch.float32, not x.is_cuda, whole, depth, num_warps=warps, num_stages=4,
     )  # fmt: skip
-    # inner products on tensor cores; additions of those and of a thread's entries, then across threads
-    plain = (flat.columns + flat.outs) // depth + 2 + whole * whole // (32 * warps) + 16
-    return found, 2 * depth * UNIT + plain * 2.0**-24, None
+    # all summands of both inner products on tensor cores; additions of a thread's entries, then across threads
+    plain = whole * whole // (32 * warps) + 16
+    return found, (flat.columns + flat.outs + 16) * UNIT + plain * 2.0**-24, None
 
 
 @functools.cache

@@ -125,10 +125,7 @@ def grams(
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     """out[record] = sum over positions s, t of (u_s u_t + beta^2) (d_s d_t): the squared norm of its product and of
-    beta times its bias.
-
-    Inner products are added up in float32 after every DEPTH summands, so that few roundings meet large numbers.
-    """
+    beta times its bias."""
     n = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, ALL)
     left = tl.zeros((ALL, ALL), dtype=tl.float32)
