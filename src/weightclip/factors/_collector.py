@@ -358,10 +358,10 @@ class Collector:
         good = torch.isfinite(total) & (scale >= SMALLEST)  # smaller scales round by more than is allowed for
         scale = self._masked(torch.where(good, scale, torch.zeros_like(scale)), total)
         last = {id(use.entry): use for use in uses}  # limits over several uses are taken when all are known
-        counts = Counter(id(use.entry) for use in uses)
+        counts = Counter((id(use.entry), use.key()) for use in uses)
         together: dict[int, dict[int, Tensor]] = {}  # uses of one layer may cancel: only their sum is limited
         for use in uses:
-            if counts[id(use.entry)] == 1:
+            if counts[id(use.entry), use.key()] == 1:
                 self._add(use, scale)
             else:
                 found = together.setdefault(id(use.entry), {})
