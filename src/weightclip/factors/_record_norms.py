@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._limits import product_rounding, squared_norm, transforming, wide
+from weightclip.factors._limits import CANCELLED, product_rounding, squared_norm, transforming, wide
 from weightclip.factors.kernels._tiles import Window
 
 
@@ -167,7 +167,7 @@ def _norm(x: Tensor, d: Tensor, geometry: Geometry, beta: float, kind: int, prod
     e = d.double().flatten(2).unflatten(1, (geometry.groups, -1))  # records x groups x out x positions
     places = u.shape[-1]
     free = (u.square().sum((1, 2, 3)) + beta**2 * places) * e.square().sum((1, 2, 3))
-    rounding = product_rounding(places, product) * free.sqrt()
+    rounding, least = product_rounding(places, product) * free.sqrt(), CANCELLED * free.sqrt()
     if kind == FREE:
         square = (u.square().sum((2, 3)) + beta**2 * u.shape[-1]) * e.square().sum((2, 3))
         return square.sum(1).sqrt().float()
@@ -176,11 +176,12 @@ def _norm(x: Tensor, d: Tensor, geometry: Geometry, beta: float, kind: int, prod
         v = torch.cat([u, row], 2)
         left, right = v @ v.mT, e @ e.mT
         square = (left.square().sum((2, 3)).sqrt() * right.square().sum((2, 3)).sqrt()).sum(1)
-        return (square.sqrt() + rounding).float()
+        return torch.maximum(square.sqrt() + rounding, least).float()
     if kind == POSITION:
         gram = (u.mT @ u + beta**2) * (e.mT @ e)
         terms = u.shape[2] + e.shape[2] + places**2 + 8
-        return ((gram.sum((1, 2, 3)).clamp(min=0) + terms * 2.0**-53 * free).sqrt() + rounding).float()
+        exact = (gram.sum((1, 2, 3)).clamp(min=0) + terms * 2.0**-53 * free).sqrt()
+        return torch.maximum(exact + rounding, least).float()
     gradient = u @ e.mT  # records x groups x patch x out
     square = gradient.square().sum((1, 2, 3)) + beta**2 * e.sum(3).square().sum((1, 2))
-    return (square.sqrt() + rounding).float()
+    return torch.maximum(square.sqrt() + rounding, least).float()
