@@ -59,8 +59,9 @@ wait)
     while [ "$(date +%s)" -lt "$until" ] && pgrep -f "images_gpu.sh [r]un" >/dev/null; do sleep 2; done
     sh "$0" look ;;
 look)
-    for log in "$WORK"/*.log; do echo "== $log"; tail -n 6 "$log"; done
+    for log in "$WORK"/*.log; do if [ -f "$log" ]; then echo "== $log"; tail -n 6 "$log"; fi; done
     cp "$WORK"/kept/* "$OUT/" 2>/dev/null || true
     cp "$WORK"/extractor/resnet9-* "$OUT/" 2>/dev/null || true
-    cd "$WORK"; tar czf "$OUT/rows.tar.gz" $(ls -d *.log figure/*.json* wrn/*.json* 2>/dev/null) ;;
+    cd "$WORK"; found=$(ls -d *.log figure/*.json* wrn/*.json* 2>/dev/null || true)
+    if [ "$found" ]; then tar czf "$OUT/rows.tar.gz" $found; else echo "no rows yet"; fi ;;
 esac
