@@ -15,6 +15,7 @@ from weightclip_studies.bench import (
     PRECISIONS,
     Setting,
     StepRow,
+    installed,
     measure,
     models,
     plot,
@@ -28,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["mlp", "convnet"], choices=list(models()))
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 256])
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=[*MODES, *GRAPHED])
+    parser.add_argument("--modes", nargs="+", default=[m for m in MODES if installed(m)], choices=[*MODES, *GRAPHED])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--seconds", type=float, default=2.0, help="per mode")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import weightclip as wc
+from weightclip.errors import WeightclipError
 from weightclip.factors import Product
 from weightclip_studies import bench as _bench
 from weightclip_studies.bench import _step
@@ -17,8 +19,9 @@ from weightclip_studies.images import _runtime
 
 
 def test_rows_for_every_mode(tmp_path: Path) -> None:
-    rows = _bench.measure("mlp", 16, _bench.MODES, torch.device("cpu"), seconds=0.01)
-    assert [r.mode for r in rows] == list(_bench.MODES)
+    modes = [m for m in _bench.MODES if m != "fastdp"]
+    rows = _bench.measure("mlp", 16, modes, torch.device("cpu"), seconds=0.01)
+    assert [r.mode for r in rows] == modes
     assert all(r.ms > 0 and r.ratio > 0 for r in rows)
     assert next(r for r in rows if r.mode == "plain").ratio == 1
     _bench.write_csv(rows, tmp_path / "step.csv")
@@ -69,7 +72,9 @@ def check_bounds(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     assert (bounds.product == Product.fast()) == (name == "weights-fast")
 
 
-@pytest.mark.parametrize("mode", [m for m in (*_bench.MODES, *_step.GRAPHED) if "plain" not in m and "opacus" not in m])
+@pytest.mark.parametrize(
+    "mode", [m for m in (*_bench.MODES, *_step.GRAPHED) if "plain" not in m and m not in _bench.OTHERS]
+)
 def test_every_mode_is_bounded_as_it_is_called(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_bounds(monkeypatch, mode)
 
@@ -110,3 +115,34 @@ def test_a_step_as_one_call_takes_bf16_and_poisson_draws() -> None:
     step = _bench.prepare("exact-cap-graph", "mlp", 16, torch.device("cpu"), _bench.Setting("bf16", draws=True))
     step()
     step()
+
+
+STAND_IN = """
+import torch
+class PrivacyEngine:
+    def __init__(self, module, **options): self.options = options
+    def attach(self, optimizer): optimizer.private = self.options
+"""
+
+
+def test_fastdp_is_timed_only_where_it_trains_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the library, which is on no package index: what it is asked for, and what is refused."""
+    package = tmp_path / "fastDP"
+    package.mkdir()
+    (package / "__init__.py").write_text(STAND_IN)
+    known = "import torch\n_supported_layers_norm_sample_AND_clipping = {torch.nn.Linear: 0}\n"
+    (package / "supported_layers_grad_samplers.py").write_text(known)
+    if not _bench.installed("fastdp"):
+        with pytest.raises(WeightclipError, match="clone"):
+            _bench.prepare("fastdp", "mlp", 8, torch.device("cpu"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "fastDP", raising=False)
+    assert _bench.installed("fastdp") and _bench.installed("plain")
+    made: list[torch.optim.Optimizer] = []
+    monkeypatch.setattr(torch.optim, "Adam", lambda *a, **k: (made.append(torch.optim.SGD(a[0], 0.1)), made[-1])[1])
+    _bench.prepare("fastdp", "mlp", 8, torch.device("cpu"))()
+    options = made[0].private  # type: ignore[attr-defined]
+    assert (options["batch_size"], options["noise_multiplier"], options["max_grad_norm"]) == (8, 1.0, 1.0)
+    assert options["clipping_style"] == "all-layer"
+    with pytest.raises(WeightclipError, match="knows no layer"):
+        _bench.prepare("fastdp", "convnet", 8, torch.device("cpu"))

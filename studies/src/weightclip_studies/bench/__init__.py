@@ -1,8 +1,10 @@
-"""Step time and memory of ordinary training, of weightclip and of Opacus, interleaved in one process."""
+"""Step time and memory of ordinary training, of weightclip and of other libraries, interleaved in one process."""
 
 from __future__ import annotations
 
 from weightclip_studies.bench._models import models as models
+from weightclip_studies.bench._others import OTHERS as OTHERS
+from weightclip_studies.bench._others import installed as installed
 from weightclip_studies.bench._step import COLUMNS as COLUMNS
 from weightclip_studies.bench._step import GRAPHED as GRAPHED
 from weightclip_studies.bench._step import MODES as MODES

@@ -27,16 +27,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from weightclip.certificate import Bounds
 from weightclip.engine import PrivacyEngine
-from weightclip.errors import WeightclipError
 from weightclip.factors import CapNorm, Product
 from weightclip.sampling import BatchInfo
 from weightclip_studies.bench._models import models
+from weightclip_studies.bench._others import OTHERS
 
 # steps shorter than so many seconds, so many a look at the clock
 _BLOCKS = {"cuda": ((0.01, 64), (0.05, 8), (math.inf, 2)), "cpu": ((0.01, 16), (math.inf, 1))}
 MODES = (
     "plain", "weights", "weights-refresh", "factors", "both", "joint-cap", "exact-cap", "exact-joint-cap",
-    "weights-fast", "opacus-hooks", "opacus-ghost",
+    "weights-fast", *OTHERS,
 )  # fmt: skip
 GRAPHED = (  # the step as a CUDA graph
     "plain-graph", "weights-graph", "factors-graph", "both-graph", "joint-cap-graph", "exact-cap-graph",
@@ -151,8 +151,8 @@ def prepare(mode: str, name: str, batch: int, device: torch.device, setting: Set
     if mode == "plain-graph":
         return _recorded(compiled(model), optimizer, loss, x[:batch], y[:batch], setting.cast(device))
     loader = DataLoader(TensorDataset(x, y), batch_size=batch)
-    if mode.startswith("opacus"):
-        return loop(*_opacus(mode.removeprefix("opacus-"), model, optimizer, loss, loader))
+    if mode in OTHERS:
+        return loop(*OTHERS[mode](model, optimizer, loss, loader))
     engine = PrivacyEngine()
     engine.make_private(
         module=model, optimizer=optimizer, data_loader=loader, criterion=loss, noise_multiplier=1.0,
@@ -229,21 +229,6 @@ def _recorded(model: Any, optimizer: Any, loss: Any, x: Tensor, y: Tensor, cast:
         graph.replay()
 
     return step
-
-
-def _opacus(kind: str, model: nn.Module, optimizer: Any, loss: Any, loader: DataLoader) -> tuple[Any, Any, Any]:
-    """Model, optimiser and loss as Opacus makes them."""
-    try:
-        from opacus import PrivacyEngine as Opacus
-    except ImportError as error:
-        raise WeightclipError("Opacus is not installed: pip install opacus, or leave its modes out.") from error
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        private: Any = Opacus().make_private(
-            module=model, optimizer=optimizer, data_loader=loader, criterion=loss, noise_multiplier=1.0,
-            max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=kind,
-        )  # fmt: skip
-    return private[0], private[1], private[2] if kind == "ghost" and len(private) == 4 else loss
 
 
 @contextlib.contextmanager

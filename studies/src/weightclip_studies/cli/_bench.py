@@ -21,7 +21,7 @@ def bench(
     batch: Annotated[list[int] | None, typer.Option(help="batch size (repeatable)")] = None,
     mode: Annotated[list[str] | None, typer.Option(help="plain, weights, factors, both, joint-cap, exact-cap, "
                                                         "exact-joint-cap, weights-fast, "
-                                                        "opacus-hooks, opacus-ghost; as one CUDA graph: "
+                                                        "opacus-hooks, opacus-ghost, fastdp; as one CUDA graph: "
                                                         "plain-graph, weights-graph, ... (repeatable)")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one")] = "",
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
@@ -45,13 +45,14 @@ def bench(
         PRECISIONS,
         Setting,
         StepRow,
+        installed,
         measure,
         models,
         plot,
         write_csv,
     )
 
-    names, batches, modes = model or ["mlp", "convnet"], batch or [64, 256], mode or list(MODES)
+    names, batches, modes = model or ["mlp", "convnet"], batch or [64, 256], mode or [m for m in MODES if installed(m)]
     choices = (names, list(models()), "--model"), (modes, [*MODES, *GRAPHED], "--mode")
     for given, known, option in (*choices, ([precision], list(PRECISIONS), "--precision")):
         for value in given:
