@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -93,22 +94,29 @@ def runtime(
     modes: Annotated[str, typer.Option(help="Comma-separated modes; all by default, CUDA graphs on CUDA.")] = "",
     seconds: Annotated[float, typer.Option(help="Measuring time per mode.")] = 1.0,
     tf32: Annotated[bool, typer.Option(help="TF32 products in every mode.")] = False,
+    real: Annotated[
+        bool, typer.Option(help="Whole steps on MNIST and CIFAR-10, in physical batches (runtime_real.csv).")
+    ] = False,
+    views: Annotated[int, typer.Option(help="With --real: augmented views of each record.", min=1)] = 1,
+    physical: Annotated[int, typer.Option(help="With --real: rows of one pass, views counted.", min=1)] = 1024,
+    limit: Annotated[int | None, typer.Option(help="With --real: use only so many records.", min=100)] = None,
     figure: Annotated[bool, typer.Option(help="Draw the figure only, from the results already there.")] = False,
     device: DeviceOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Seconds per epoch and peak memory against batch size: plain training, weightclip, Opacus hooks and ghost.
+    """Seconds per epoch and peak memory against batch size: plain training, weightclip, Opacus.
 
-    Example: weightclip-study reproduce runtime
+    Example: weightclip-study reproduce runtime --real --views 4 --physical 1024
     """
+    if real:
+        files = _runtime_real(out, models, batches, modes, views, physical, limit, figure, _device(device))
+        typer.echo(json.dumps({"files": files}) if as_json else f"written to {out}")
+        return
     from weightclip_studies.images._plots import runtime_figure
     from weightclip_studies.images._runtime import MODES, SUBJECTS, run
 
     if not figure:
-        try:
-            sizes = [int(b) for b in batches.split(",") if b.strip()] or None
-        except ValueError as error:
-            raise typer.BadParameter(f"{batches!r} is no list of whole numbers", param_hint="--batches") from error
+        sizes = _sizes(batches) or None
         run(
             out, _device(device), batches=sizes, models=_names(models, tuple(SUBJECTS), "models"),
             modes=_names(modes, tuple(MODES), "modes") if modes else None, seconds=seconds, tf32=tf32,
@@ -116,6 +124,33 @@ def runtime(
         )  # fmt: skip
     path = runtime_figure(out / "runtime.csv", out / "runtime.png")
     typer.echo(json.dumps({"files": [str(out / "runtime.csv"), str(path)]}) if as_json else f"written to {out}")
+
+
+def _runtime_real(
+    out: Path, models: str, batches: str, modes: str, views: int, physical: int, limit: int | None, draw: bool,
+    device: str,
+) -> list[str]:  # fmt: skip
+    """Rows on real data and their picture; the picture is left out where matplotlib is missing."""
+    from weightclip_studies.figure import BATCHES, PACE_MODES, SUBJECTS, Pace
+    from weightclip_studies.images._plots import runtime_figure
+
+    table, picture = out / "runtime_real.csv", out / "runtime_real.png"
+    if not draw:
+        sizes = _sizes(batches) or list(BATCHES)
+        named = _names(models, tuple(SUBJECTS), "models")
+        ways = _names(modes, tuple(PACE_MODES), "modes")
+        pace = Pace(table, device, views, physical, limit=limit, say=lambda line: typer.echo(line, err=True))
+        pace.run([SUBJECTS[m] for m in named], sizes, ways)
+    if importlib.util.find_spec("matplotlib") is None:
+        return [str(table)]
+    return [str(table), str(runtime_figure(table, picture))]
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(b) for b in text.split(",") if b.strip()]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is no list of whole numbers", param_hint="--batches") from error
 
 
 def convolutions(

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from weightclip_studies.figure._audit import audit as audit
 from weightclip_studies.figure._driver import Figure as Figure
+from weightclip_studies.figure._pace import BATCHES as BATCHES
+from weightclip_studies.figure._pace import PACE_MODES as PACE_MODES
+from weightclip_studies.figure._pace import SUBJECTS as SUBJECTS
+from weightclip_studies.figure._pace import Pace as Pace
 from weightclip_studies.figure._page import draw as draw
 from weightclip_studies.figure._page import page as page
 from weightclip_studies.figure._page import table as table

@@ -34,7 +34,7 @@ def plain_step(
 
 
 def opacus_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, batch: int, sigma: float
+    model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, batch: int, sigma: float, rows: int = _MOST
 ) -> tuple[Step, Any]:
     """(a step of DP-SGD, Opacus's optimiser): gradients of single records, in pieces that fit into memory.
 
@@ -75,7 +75,7 @@ def opacus_step(
         )  # fmt: skip
     else:
         private = DPOptimizer(optimizer, **noise)
-    piece = max(1, _MOST // sum(p.numel() for p in model.parameters()))
+    piece = max(1, min(rows, _MOST // sum(p.numel() for p in model.parameters())))
 
     def step(x: Tensor, y: Tensor) -> None:
         parts = list(zip(x.split(piece), y.split(piece), strict=True))

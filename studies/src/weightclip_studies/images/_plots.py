@@ -95,17 +95,22 @@ def runtime_figure(table: Path, out: Path) -> Path:
     from matplotlib import ticker
 
     lines: dict[str, Any] = {}
-    models = sorted({(r["dataset"], r["model"]) for r in rows}, key=lambda m: m[1])
-    figure, axes = plt.subplots(2, len(models), figsize=(4.6 * len(models), 6), squeeze=False, layout="constrained")
-    for column, (dataset, model) in enumerate(models):
-        mine = [r for r in rows if r["model"] == model]
+    panels = sorted({(r["model"], r["dataset"], r.get("views", ""), r.get("physical", "")) for r in rows})
+    figure, axes = plt.subplots(2, len(panels), figsize=(4.6 * len(panels), 6), squeeze=False, layout="constrained")
+    for column, (model, dataset, views, physical) in enumerate(panels):
+        mine = [r for r in rows if (r["model"], r.get("views", ""), r.get("physical", "")) == (model, views, physical)]
         for mode in dict.fromkeys(r["mode"] for r in mine):
             for axis, field in zip(axes[:, column], ("seconds_per_epoch", "peak_gib"), strict=True):
                 points = sorted((int(r["batch"]), float(r[field])) for r in mine if r["mode"] == mode and r[field])
                 if points:
                     (line,) = axis.plot(*zip(*points, strict=True), marker="o", label=mode)
                     lines.setdefault(mode, line)
-        axes[0, column].set(title=f"{model}, the shape of {TITLES[dataset]}", xscale="log", ylim=(0, None))
+        told = (
+            f"on {TITLES[dataset]}\n{views} view(s), passes of {physical}"
+            if views
+            else f"the shape of {TITLES[dataset]}"
+        )
+        axes[0, column].set(title=f"{model}, {told}", xscale="log", ylim=(0, None))
         axes[1, column].set(xlabel="logical batch size", xscale="log", yscale="log")
         axes[1, column].yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axes[1, column].yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
