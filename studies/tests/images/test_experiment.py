@@ -19,7 +19,9 @@ from typer.testing import CliRunner
 
 import weightclip as wc
 from weightclip.accounting._accounting import Mechanism, epsilon
+from weightclip.errors import WeightclipError
 from weightclip_studies.cli import _images
+from weightclip_studies.figure._pace import COLUMNS as PACE_COLUMNS
 from weightclip_studies.images import (
     FeatureMap,
     FeatureSettings,
@@ -311,6 +313,23 @@ def test_runtime_command(tmp_path: Path) -> None:
     assert all(float(r["seconds_per_epoch"]) > 0 for r in rows)
     assert runtime_figure(tmp_path / "runtime.csv", tmp_path / "r.png").exists()
     assert CliRunner().invoke(reproduce(), ["runtime", "--batches", "x"]).exit_code == 2
+
+
+def test_runtime_command_on_real_data(tmp_path: Path) -> None:
+    """Rows by views and physical batches; rows of other settings stay; Opacus gets every view as a record."""
+    options = ["runtime", "--real", "--out", str(tmp_path), "--models", "convnet", "--limit", "120", "--batches", "16",
+               "--modes", "plain,weightclip-cap,opacus", "--physical", "24", "--device", "cpu"]  # fmt: skip
+    result = CliRunner().invoke(reproduce(), options)
+    assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(reproduce(), [*options, "--views", "3"])
+    assert result.exit_code == 0, result.output
+    rows = table(tmp_path / "runtime_real.csv")
+    assert tuple(rows[0]) == PACE_COLUMNS and (tmp_path / "runtime_real.png").exists()
+    seconds = {(r["mode"], r["views"]): float(r["seconds_per_epoch"]) for r in rows}
+    assert len(rows) == len(seconds) == 6 and {r["physical"] for r in rows} == {"24"}
+    assert all(seconds[m, "3"] > 1.3 * seconds[m, "1"] > 0 for m in ("plain", "weightclip-cap", "opacus"))
+    wrong = CliRunner().invoke(reproduce(), [*options, "--views", "30"])
+    assert isinstance(wrong.exception, WeightclipError) and "30 views" in str(wrong.exception)
 
 
 def test_published_results_are_those_of_the_page() -> None:

@@ -1,4 +1,4 @@
-"""The paper's runtime figure on real data: seconds of an epoch of whole steps, in physical batches, with several views."""
+"""The paper's runtime figure on real data: seconds of an epoch of whole steps, in physical batches, by views."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def write(rows: Sequence[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".part")
     with scratch.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(COLUMNS), lineterminator="\n")
+        writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows([*kept, *rows])
     scratch.replace(path)

@@ -90,17 +90,20 @@ def accuracy_figure(table: Path, out: Path) -> Path:
 
 
 def runtime_figure(table: Path, out: Path) -> Path:
-    """Seconds per epoch and peak memory against logical batch size."""
+    """Seconds per epoch and, where it was measured, peak memory against logical batch size."""
     plt, rows = _pyplot(), _read(table)
     from matplotlib import ticker
 
     lines: dict[str, Any] = {}
     panels = sorted({(r["model"], r["dataset"], r.get("views", ""), r.get("physical", "")) for r in rows})
-    figure, axes = plt.subplots(2, len(panels), figsize=(4.6 * len(panels), 6), squeeze=False, layout="constrained")
+    fields = {"seconds_per_epoch": "seconds per epoch", "peak_gib": "peak memory, GiB"}
+    fields = {name: label for name, label in fields.items() if any(r[name] for r in rows)}
+    size = (4.6 * len(panels), 3 * len(fields))
+    figure, axes = plt.subplots(len(fields), len(panels), figsize=size, squeeze=False, layout="constrained")
     for column, (model, dataset, views, physical) in enumerate(panels):
         mine = [r for r in rows if (r["model"], r.get("views", ""), r.get("physical", "")) == (model, views, physical)]
         for mode in dict.fromkeys(r["mode"] for r in mine):
-            for axis, field in zip(axes[:, column], ("seconds_per_epoch", "peak_gib"), strict=True):
+            for axis, field in zip(axes[:, column], fields, strict=True):
                 points = sorted((int(r["batch"]), float(r[field])) for r in mine if r["mode"] == mode and r[field])
                 if points:
                     (line,) = axis.plot(*zip(*points, strict=True), marker="o", label=mode)
@@ -111,16 +114,18 @@ def runtime_figure(table: Path, out: Path) -> Path:
             else f"the shape of {TITLES[dataset]}"
         )
         axes[0, column].set(title=f"{model}, {told}", xscale="log", ylim=(0, None))
-        axes[1, column].set(xlabel="logical batch size", xscale="log", yscale="log")
-        axes[1, column].yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        axes[1, column].yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        if "peak_gib" in fields:
+            axes[1, column].set(xscale="log", yscale="log")
+            axes[1, column].yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axes[1, column].yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axes[-1, column].set(xlabel="logical batch size")
         for axis in axes[:, column]:
             sizes = sorted({int(r["batch"]) for r in mine})
             axis.set_xticks(sizes, [str(s) for s in sizes])
             axis.minorticks_off()
             axis.grid(alpha=0.25)
-    axes[0, 0].set_ylabel("seconds per epoch")
-    axes[1, 0].set_ylabel("peak memory, GiB")
+    for axis, label in zip(axes[:, 0], fields.values(), strict=True):
+        axis.set_ylabel(label)
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     figure.savefig(out, dpi=150)
     plt.close(figure)
