@@ -14,7 +14,7 @@ ONLY=${1:-}
 mkdir -p "$OUT"
 if [ -f "${KEPT:-results/bench/step.csv}" ] && [ ! -f "$OUT/step.csv" ]; then cp "${KEPT:-results/bench/step.csv}" "$OUT/step.csv"; fi
 touch "$OUT/done.txt"
-export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/src:$PWD/studies/src${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/src:$PWD/studies/src:$PWD/${SITE:-runs/gpu/site}${PYTHONPATH:+:$PYTHONPATH}"
 python3 studies/benchmarks/need.py torch numpy scipy sklearn safetensors dp_accounting opacus || exit 1
 began=$(date +%s)
 
@@ -27,30 +27,34 @@ while read -r seconds line; do
     echo "== $line"
     case "$line" in *--draws*) file=draws.csv ;; *) file=step.csv ;; esac
     # shellcheck disable=SC2086 -- the words of the line are options
-    if timeout "$seconds" python3 studies/benchmarks/step.py --append --out "$OUT/$file" --seconds 0.5 $line; then
+    if timeout "$seconds" python3 studies/benchmarks/step.py --append --out "$OUT/$file" --seconds "${EACH:-0.5}" \
+        --within $((seconds * 6 / 10)) $line; then
         printf '%s\n' "$line" >> "$OUT/done.txt"
     else
         echo "failed or too long: $line"
     fi
 done <<'LINES'
 180 --models encoder-base --batches 64 --precision bf16 --compile --modes plain-graph factors-graph exact-joint-cap-graph
-150 --models encoder-base --batches 64 --precision bf16 --compile --modes plain factors exact-joint-cap
+60 --models convnet --batches 64 256 1024 4096 8192 --modes plain weights factors both joint-cap exact-joint-cap
+90 --models wrn-16-4 --batches 256 1024 2048 --modes plain weights factors both joint-cap exact-joint-cap
+60 --models convnet --batches 64 256 1024 4096 --modes plain-graph weights-graph factors-graph both-graph joint-cap-graph
+60 --models mlp --batches 512 --modes plain weights factors both joint-cap plain-graph weights-graph factors-graph both-graph joint-cap-graph
+60 --models wrn-16-4 --batches 256 1024 --modes plain-graph weights-graph factors-graph
+60 --models mlp-4096 --batches 1024 --modes plain factors joint-cap exact-joint-cap weights weights-refresh
+60 --models convnet --batches 4096 --precision tf32 --modes plain weights factors exact-joint-cap
+60 --models wrn-16-4 --batches 1024 --precision tf32 --modes plain weights factors exact-joint-cap
 150 --models wrn-16-4 --batches 1024 --precision bf16 --compile --channels-last --modes plain weights factors exact-cap exact-joint-cap
-40 --models encoder-base --batches 64 --precision bf16 --modes plain opacus-hooks opacus-ghost
-40 --models wrn-16-4 --batches 1024 --precision bf16 --channels-last --modes plain opacus-hooks opacus-ghost
+150 --models encoder-base --batches 64 --precision bf16 --compile --modes plain factors exact-joint-cap
 120 --models wrn-16-4 --batches 1024 --precision bf16 --compile --channels-last --modes plain-graph weights-graph factors-graph exact-joint-cap-graph
-90 --models wrn-16-4 --batches 1024 --precision tf32 --modes plain weights factors exact-joint-cap opacus-hooks opacus-ghost
-60 --models mlp-4096 --batches 1024 --modes plain weights weights-refresh factors exact-joint-cap opacus-ghost
 120 --models resnet18 --batches 256 --precision bf16 --compile --channels-last --modes plain factors exact-joint-cap opacus-hooks opacus-ghost
 150 --models resnet50 --batches 128 --precision bf16 --compile --channels-last --modes plain factors exact-joint-cap opacus-hooks opacus-ghost
-60 --models convnet --batches 1024 4096 --modes plain weights factors both joint-cap exact-joint-cap opacus-hooks opacus-ghost
-90 --models wrn-16-4 --batches 256 1024 --modes plain weights factors both joint-cap exact-joint-cap opacus-hooks opacus-ghost
-60 --models convnet --batches 64 256 --modes plain weights factors both joint-cap exact-joint-cap opacus-hooks opacus-ghost
-60 --models convnet --batches 64 256 1024 4096 --modes plain-graph weights-graph factors-graph both-graph joint-cap-graph
-60 --models mlp --batches 512 --modes plain weights factors both joint-cap opacus-hooks opacus-ghost plain-graph weights-graph factors-graph both-graph joint-cap-graph
-90 --models wrn-16-4 --batches 2048 --modes plain weights factors both joint-cap opacus-hooks opacus-ghost
-60 --models convnet --batches 8192 --modes plain weights factors both joint-cap opacus-hooks opacus-ghost
-60 --models wrn-16-4 --batches 256 1024 --modes plain-graph weights-graph factors-graph
-60 --models convnet --batches 4096 --precision tf32 --modes plain weights factors opacus-hooks opacus-ghost
+40 --models encoder-base --batches 64 --precision bf16 --modes plain opacus-hooks opacus-ghost
+40 --models wrn-16-4 --batches 1024 --precision bf16 --channels-last --modes plain opacus-hooks opacus-ghost
+90 --models wrn-16-4 --batches 1024 --precision tf32 --modes plain opacus-hooks opacus-ghost
+60 --models mlp-4096 --batches 1024 --modes plain opacus-ghost
+60 --models convnet --batches 64 256 1024 4096 8192 --modes plain opacus-hooks opacus-ghost
+90 --models wrn-16-4 --batches 256 1024 2048 --modes plain opacus-hooks opacus-ghost
+60 --models mlp --batches 512 --modes plain opacus-hooks opacus-ghost
+60 --models convnet --batches 4096 --precision tf32 --modes plain opacus-hooks opacus-ghost
 150 --models wrn-16-4 --batches 1024 --precision bf16 --compile --channels-last --draws --modes plain factors exact-joint-cap
 LINES

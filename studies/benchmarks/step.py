@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile in every mode")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--draws", action="store_true", help="batches of the sizes of Poisson draws")
+    parser.add_argument("--within", type=float, default=math.inf, help="begin no mode of a batch later (seconds)")
     parser.add_argument("--append", action="store_true", help="keep the rows of other settings that the file has")
     parser.add_argument("--out", type=Path, default=Path("results/bench/step.csv"))
     options = parser.parse_args()
@@ -45,8 +47,8 @@ def main() -> None:
     rows: list[StepRow] = []
     for name in options.models:
         for batch in options.batches:
-            device = torch.device(options.device)
-            for row in measure(name, batch, options.modes, device, seconds=options.seconds, setting=setting):
+            how = {"seconds": options.seconds, "setting": setting, "within": options.within}
+            for row in measure(name, batch, options.modes, torch.device(options.device), **how):
                 rows.append(row)
                 memory = "" if row.peak_gib is None else f"{row.peak_gib:.2f} GiB"
                 line = f"{row.model:9} {row.batch:6} {row.mode:13} {row.ms:9.3f} ms  x{row.ratio:5.2f}  {memory}"

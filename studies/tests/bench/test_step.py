@@ -37,6 +37,11 @@ def test_rows_for_every_mode(tmp_path: Path) -> None:
     assert (tmp_path / "step.png").stat().st_size > 1000
 
 
+def test_modes_that_would_begin_too_late_are_left_out() -> None:
+    rows = _bench.measure("mlp", 8, ["plain", "factors"], torch.device("cpu"), seconds=0.01, within=0.0)
+    assert [r.mode for r in rows] == ["plain"]
+
+
 @pytest.mark.parametrize(
     "mode", ["weights", "factors", "both", "joint-cap", "exact-cap", "exact-joint-cap", "weights-fast"]
 )

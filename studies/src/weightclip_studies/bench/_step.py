@@ -243,14 +243,21 @@ def precision(name: str) -> Iterator[None]:
 
 
 def measure(
-    name: str, batch: int, modes: Sequence[str], device: torch.device, *, seconds: float = 3.0, setting: Setting = USUAL
-) -> list[StepRow]:
-    """Median step time of each mode in turn, for about ``seconds`` per mode; a mode out of memory is left out."""
+    name: str, batch: int, modes: Sequence[str], device: torch.device, *, seconds: float = 3.0,
+    setting: Setting = USUAL, within: float = math.inf,
+) -> list[StepRow]:  # fmt: skip
+    """Median step time of each mode in turn, for about ``seconds`` per mode; a mode out of memory is left out.
+
+    So are modes whose preparation (compiling, mostly) would begin later than ``within`` seconds after the first's.
+    """
+    began = time.perf_counter()
     steps: dict[str, Callable[[], None]] = {}
     peaks: dict[str, float | None] = {}
     with precision(setting.precision), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for mode in modes:
+            if steps and time.perf_counter() - began > within:
+                break
             try:
                 steps[mode], peaks[mode] = _warm(mode, name, batch, device, setting)
             except torch.OutOfMemoryError:
