@@ -230,8 +230,7 @@ def test_a_plan_trains_for_steps_or_minutes(tmp_path, monkeypatch) -> None:
     assert CliRunner().invoke(_extractor.app, [*options, "--steps", "0"]).exit_code == 2
 
 
-def test_a_plan_of_steps_needs_no_clock(tmp_path, weights, monkeypatch) -> None:
-    monkeypatch.setattr(ContrastiveTraining, "fill", None)  # which would time steps, on a GPU that others use too
+def test_a_plan_of_steps_takes_as_many(tmp_path, weights, monkeypatch) -> None:
     monkeypatch.setitem(_experiment.EPSILONS, "mnist", (3.0,))
     recipe = replace(TINY, steps=3, seed=5)
     assert plan(tmp_path, recipes=(recipe,), chunk=20, methods=("non-private",)).run() == []

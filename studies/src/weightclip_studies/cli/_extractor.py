@@ -51,8 +51,8 @@ def train(
     width: WidthOption = 64,
     images: ImagesOption = 600_000,
     pairs: PairsOption = 1024,
-    minutes: Annotated[float | None, typer.Option(help="Length of the training, 4 by default; sets the steps.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Instead, a number of steps: repeats a training.", min=1)] = None,
+    minutes: Annotated[float | None, typer.Option(help="Length of the training, 4 by default.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Instead, a number of steps.", min=1)] = None,
     within: WithinOption = math.inf,
     device: DeviceOption = "",
 ) -> None:
@@ -190,7 +190,7 @@ def plan(
     pairs: PairsOption = 1024,
     minutes: Annotated[float, typer.Option(help="Training time of each network.")] = 4.0,
     steps: Annotated[
-        int | None, typer.Option(help="Steps of each, instead of --minutes: where others use the GPU.", min=1)
+        int | None, typer.Option(help="Steps of each, instead of --minutes.", min=1)
     ] = None,
     datasets: SetsOption = "",
     features: Annotated[str, typer.Option(help="Comma-separated: joined, learned.")] = "",

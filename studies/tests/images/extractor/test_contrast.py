@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from weightclip.errors import WeightclipError
-from weightclip_studies.images.extractor import ContrastiveTraining, Processes, Recipe, Views, pictures, train_extractor
+from weightclip_studies.images.extractor import (
+    ContrastiveTraining,
+    Processes,
+    Recipe,
+    Views,
+    describe_extractor,
+    load_extractor,
+    pictures,
+    train_extractor,
+)
 from weightclip_studies.images.extractor import _contrast as module
 from weightclip_studies.images.extractor._draws import Draws
 from weightclip_studies.images.extractor._views import view
@@ -42,9 +53,10 @@ def test_the_contrast_by_hand() -> None:
 
 
 def test_the_rate_warms_up_and_falls_to_nothing() -> None:
-    rates = [replace(TINY, steps=100, warm=0.1).rate_at(t) for t in range(100)]
-    assert rates[9] == TINY.rate == max(rates) and rates[0] == pytest.approx(TINY.rate / 10)
-    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] < 0.01 * TINY.rate
+    rates = [replace(TINY, warm=0.1).rate_at(t / 100) for t in range(102)]
+    assert rates[10] == TINY.rate == max(rates) and rates[0] == 0 and rates[1] == pytest.approx(TINY.rate / 10)
+    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[55] == pytest.approx(TINY.rate / 2)
+    assert rates[100] == rates[101] == 0  # a clock may be looked at too late
 
 
 def test_views_differ_as_they_may_and_repeat() -> None:
@@ -88,14 +100,43 @@ def test_training_repeats_and_goes_on_where_it_was_stopped(tmp_path, monkeypatch
         ContrastiveTraining(replace(TINY, rate=1.0), folder=tmp_path, say=quiet)
 
 
-def test_steps_that_were_only_timed_are_forgotten() -> None:
-    training, other = (ContrastiveTraining(TINY, say=quiet) for _ in range(2))
-    steps = training.fill(2.0, steps=1)
-    assert steps >= 1 and training.recipe == replace(TINY, steps=steps) and same(training.model, other.model)
-    assert all(torch.equal(a, b) for a, b in zip(training.model.buffers(), other.model.buffers(), strict=True))
-    training.step = 1
-    with pytest.raises(WeightclipError, match="has begun"):
-        training.fill(1.0)
+def test_the_rate_follows_the_clock(tmp_path, monkeypatch) -> None:
+    now, asked = [0.0], []
+    monkeypatch.setattr(module, "_EVERY", 4)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    real = ContrastiveTraining._one
+
+    def one(self, step: int, done: float) -> torch.Tensor:
+        now[0] += 1.0 if step < 8 else 3.0  # others begin to use the machine
+        asked.append(done)
+        return real(self, step, done)
+
+    monkeypatch.setattr(ContrastiveTraining, "_one", one)
+    training, kept = ContrastiveTraining(TINY, folder=tmp_path, length=32.0, say=quiet), []
+    assert training.run(keep=lambda: kept.append(training.done), every=10.0)
+    assert training.step == 16 == training.taken().steps and training.recipe == TINY
+    assert asked[4:9] == [4 / 32, 5 / 32, 6 / 32, 7 / 32, 8 / 32] and asked[12:] == [20 / 32, 23 / 32, 26 / 32, 29 / 32]
+    assert kept == [20 / 32]  # a checkpoint, but none at the end
+    again = ContrastiveTraining(TINY, folder=tmp_path, length=32.0, say=quiet)
+    assert again.step == 16 and again.done == 1 and again.run() and again.step == 16
+
+
+def test_pixels_keep_single_precision(monkeypatch) -> None:
+    inside, seen, real = [], [], ContrastiveTraining.batch
+
+    @contextlib.contextmanager
+    def autocast(*args, **kwargs) -> Iterator[None]:
+        inside.append(1)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(module.torch, "autocast", autocast)
+    monkeypatch.setattr(
+        ContrastiveTraining, "batch", lambda self, step: (seen.append(len(inside)), real(self, step))[1]
+    )
+    monkeypatch.setattr(module, "view", lambda *a: (seen.append(len(inside)), view(*a))[1])
+    ContrastiveTraining(TINY, say=quiet)._one(0, 0.0)
+    assert seen == [0, 0, 0]
 
 
 def test_a_compiler_that_fails_is_not_used(monkeypatch) -> None:
@@ -112,8 +153,8 @@ def test_a_compiler_that_fails_is_not_used(monkeypatch) -> None:
 def test_algorithms_are_tuned_while_it_trains_and_not_afterwards(monkeypatch) -> None:
     seen, before = [], torch.backends.cudnn.benchmark
     real = ContrastiveTraining._one
-    monkeypatch.setattr(ContrastiveTraining, "_one", lambda self, step: (
-        seen.append(torch.backends.cudnn.benchmark), real(self, step))[1])  # fmt: skip
+    monkeypatch.setattr(ContrastiveTraining, "_one", lambda self, *step: (
+        seen.append(torch.backends.cudnn.benchmark), real(self, *step))[1])  # fmt: skip
     assert ContrastiveTraining(replace(TINY, steps=1), say=quiet).run()
     assert seen == [True] and torch.backends.cudnn.benchmark is before is False
 
@@ -122,14 +163,15 @@ def test_a_recipe_survives_a_file() -> None:
     assert Recipe.from_dict(TINY.to_dict()) == TINY
 
 
-def test_an_interrupted_extractor_keeps_its_number_of_steps(tmp_path, monkeypatch) -> None:
+def test_an_interrupted_extractor_goes_on_and_leaves_a_snapshot(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(module, "_EVERY", 1)
-    monkeypatch.setattr(
-        ContrastiveTraining, "fill", lambda self, seconds: setattr(self, "recipe", replace(TINY, steps=3))
-    )
-    assert train_extractor(TINY, tmp_path / "w", tmp_path, minutes=1.0, within=0.0, say=quiet) is None
-    monkeypatch.delattr(ContrastiveTraining, "fill")
-    stored = train_extractor(TINY, tmp_path / "w", tmp_path, minutes=1.0, say=quiet)
-    assert stored is not None and stored.recipe.steps == 3 and stored.facts["device"] == "cpu"
+    assert train_extractor(TINY, tmp_path / "w", tmp_path, minutes=60.0, within=0.0, say=quiet) is None
+    run = ContrastiveTraining.run
+    monkeypatch.setattr(ContrastiveTraining, "run", lambda self, within, keep: run(self, within, keep, every=0.0))
+    stored = train_extractor(TINY, tmp_path / "w", tmp_path, minutes=0.005, say=quiet)
+    assert stored is not None and stored.recipe.steps > 1 and stored.recipe == replace(TINY, steps=stored.recipe.steps)
+    assert stored.facts["device"] == "cpu" and stored.facts["done"] == 1
     assert (tmp_path / "w" / f"{stored.name}.png").exists()
+    snapshot = describe_extractor(tmp_path / "snapshot", stored.name)
+    assert snapshot.facts["done"] < 1 and load_extractor(tmp_path / "snapshot", stored.name).width == 2
     assert train_extractor(TINY, tmp_path / "w", tmp_path / "none", say=quiet) == stored  # not made again

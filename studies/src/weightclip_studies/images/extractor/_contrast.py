@@ -31,11 +31,11 @@ class Recipe:
         seed: Seed of pictures, first weights, batches and views.
         width: Channels of the network's first stage.
         images: Number of pictures.
-        steps: Training steps.
+        steps: Training steps; those it took, where its length was a time.
         pairs: Pictures of a batch, two views of each.
         temperature: Of the contrast.
         rate: Largest learning rate of AdamW; it warms up, then falls as a cosine to zero.
-        warm: Share of the steps in which it warms up.
+        warm: Share of the training in which it warms up.
         decay: Weight decay.
         processes: How pictures are made.
         views: How views are made.
@@ -62,12 +62,11 @@ class Recipe:
         """From what `to_dict` gave."""
         return cls(**{**values, "processes": Processes(**values["processes"]), "views": Views(**values["views"])})
 
-    def rate_at(self, step: int) -> float:
-        """Learning rate of a step."""
-        warm = max(1, round(self.warm * self.steps))
-        if step < warm:
-            return self.rate * (step + 1) / warm
-        return self.rate * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self.steps - warm)))
+    def rate_at(self, done: float) -> float:
+        """Learning rate when a share ``done`` of the training is over."""
+        if done < self.warm:
+            return self.rate * done / self.warm
+        return self.rate * 0.5 * (1 + math.cos(math.pi * min(1.0, (done - self.warm) / (1 - self.warm))))
 
 
 def contrast(z: Tensor, temperature: float) -> Tensor:
@@ -90,12 +89,14 @@ class ContrastiveTraining:
     """Trains one extractor; goes on from its checkpoint where there is one.
 
     Step t's batch and views come from a stream named by seed and t, so a run that was interrupted draws what it would
-    have drawn. Rounding on a GPU may differ from run to run.
+    have drawn. Rounding on a GPU may differ from run to run, and so does the number of steps where a time is given: the
+    learning rate then follows the clock, and is zero when time is over however busy the machine was.
 
     Args:
         recipe: What to train.
         device: "cpu" or "cuda".
         folder: Where the checkpoint lies, None for none.
+        length: Seconds of the whole training, in place of the recipe's steps.
         compiled: Compile the network; None: on CUDA.
         say: Told how far it has come.
     """
@@ -105,11 +106,12 @@ class ContrastiveTraining:
         recipe: Recipe,
         device: str = "cpu",
         folder: Path | None = None,
+        length: float | None = None,
         compiled: bool | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self.recipe, self.device, self.say = recipe, torch.device(device), say
-        self.folder = None if folder is None else Path(folder)
+        self.folder, self.length = (None if folder is None else Path(folder)), length
         began = time.perf_counter()
         self.images = pictures(recipe.images, recipe.processes, recipe.seed, device, source=device, say=say)
         self._wait()
@@ -148,7 +150,7 @@ class ContrastiveTraining:
         plain, self._forward = self._forward, torch.compile(self.model)
         try:
             for t in range(2):
-                self._one(t)
+                self._one(t, 0.0)
             self._wait()
         except Exception as error:  # whatever fails here, the plain network is right, and slower
             warnings.warn(f"the network is not compiled: {type(error).__name__}: {error}", stacklevel=3)
@@ -164,12 +166,13 @@ class ContrastiveTraining:
         both = [view(chosen, r.views, draws) for _ in range(2)]
         return torch.cat(both).contiguous(memory_format=torch.channels_last)
 
-    def _one(self, step: int) -> Tensor:
+    def _one(self, step: int, done: float) -> Tensor:
         self.model.train()
         for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.rate_at(step)
+            group["lr"] = self.recipe.rate_at(done)
+        batch = self.batch(step)  # in single precision: half of it would shift pixels and colours
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            z = self._forward(self.batch(step))
+            z = self._forward(batch)
         loss = contrast(z, self.recipe.temperature)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -178,53 +181,53 @@ class ContrastiveTraining:
 
     # -- whole runs ----------------------------------------------------------------------------------------------------
 
-    @_tuned()
-    def fill(self, seconds: float, steps: int = 30) -> int:
-        """Take as many steps as fit into ``seconds``, timed by a few that are then forgotten. Only before training."""
-        if self.step:
-            raise WeightclipError("fill: training has begun; its number of steps can no longer be chosen")
-        for t in range(-(-steps // 3)):
-            self._one(t)
-        self._wait()
-        began = time.perf_counter()
-        for t in range(steps):
-            self._one(t)
-        self._wait()
-        one = (time.perf_counter() - began) / steps
-        self._begin(again=True)
-        self.recipe = replace(self.recipe, steps=max(1, int(seconds / one)))
-        self.say(f"{1000 * one:.1f} ms a step: {self.recipe.steps} steps in {seconds:.0f} s")
-        return self.recipe.steps
+    @property
+    def done(self) -> float:
+        """Share of the training that is over."""
+        return self.step / self.recipe.steps if self.length is None else self.seconds / self.length
 
     @_tuned()
-    def run(self, within: float = math.inf, checkpoint_every: float = 60.0) -> bool:
-        """Train until all steps are done (True) or ``within`` seconds have passed (False); keeps a checkpoint."""
+    def run(self, within: float = math.inf, keep: Callable[[], object] = lambda: None, every: float = 60.0) -> bool:
+        """Train to the end (True) or until ``within`` seconds have passed (False); keeps a checkpoint.
+
+        ``keep`` is called with each checkpoint before the last, every so many seconds.
+        """
         began = told = saved = time.perf_counter()
-        before = self.seconds
-        while self.step < self.recipe.steps:
-            loss = self._one(self.step)
+        before = looked = self.seconds
+        pace, since = 0.0, self.step  # seconds of a step, guessed from the last ones between two looks at the clock
+        while self.done < 1:
+            half = 0.5 / self.recipe.steps if self.length is None else 0.0  # the middle of the step
+            loss = self._one(self.step, self.done + half)
             self.step += 1
-            if self.step % _EVERY and self.step < self.recipe.steps:
+            self.seconds += pace
+            if self.step % _EVERY and self.done < 1:
                 continue
-            self.losses.append((self.step, float(loss)))
+            last = float(loss)  # waits for the GPU
             now = time.perf_counter()
             self.seconds = before + now - began
-            if not math.isfinite(self.losses[-1][1]):
+            pace, looked, since = (self.seconds - looked) / (self.step - since), self.seconds, self.step
+            self.losses.append((self.step, last))
+            if not math.isfinite(last):
                 raise WeightclipError(f"the loss is not finite at step {self.step}: lower the learning rate")
             if now - told > 10:
                 told = now
-                self.say(f"step {self.step} of {self.recipe.steps}, loss {self.losses[-1][1]:.3f}")
+                self.say(f"step {self.step}, {self.done:.1%}, loss {last:.3f}, {1000 * pace:.1f} ms a step")
             if now - began > within:
                 break
-            if now - saved > checkpoint_every:
-                saved = now
+            if now - saved > every and self.done < 1:
                 self._save()
+                keep()
+                saved = time.perf_counter()
         self._save()
-        return self.step >= self.recipe.steps
+        return self.done >= 1
 
     def result(self) -> ResNet9:
         """The network for features: batch normalisation folded into constants of training."""
         return self.model.net.folded()
+
+    def taken(self) -> Recipe:
+        """The recipe with the steps that were taken."""
+        return replace(self.recipe, steps=self.step)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -254,12 +257,4 @@ class ContrastiveTraining:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds, self.losses = state["step"], state["seconds"], state["losses"]
-        self.say(f"goes on at step {self.step} of {self.recipe.steps}")
-
-
-def earlier_recipe(folder: Path, seed: int) -> Recipe | None:
-    """The recipe of the checkpoint in a folder, None where there is none."""
-    path = Path(folder) / f"training-{seed}.pt"
-    if not path.exists():
-        return None
-    return Recipe.from_dict(torch.load(path, map_location="cpu", weights_only=True)["recipe"])
+        self.say(f"goes on at step {self.step}, {self.done:.1%}")

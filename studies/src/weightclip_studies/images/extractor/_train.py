@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from weightclip_studies.images.extractor._contrast import ContrastiveTraining, Recipe, earlier_recipe
+from weightclip_studies.images.extractor._contrast import ContrastiveTraining, Recipe
 from weightclip_studies.images.extractor._samples import contact_sheet
 from weightclip_studies.images.extractor._weights import Stored, describe_extractor, save_extractor
 
@@ -30,9 +30,9 @@ def train_extractor(
     """Train, and write weights and a sheet of pictures; what is finished in ``folder`` is not made again.
 
     Args:
-        recipe: What to train; ``steps`` is what fits into ``minutes`` where these are given.
+        recipe: What to train.
         folder: Of weights.
-        work: Of checkpoints.
+        work: Of checkpoints, and of the weights at the last one in ``snapshot``, for a machine that may go away.
         device: "cpu" or "cuda".
         minutes: Length of the whole training, over all calls; None: by the recipe's steps.
         within: Seconds after which this call stops at a checkpoint.
@@ -44,21 +44,20 @@ def train_extractor(
     name = extractor_name(recipe.width, recipe.seed)
     if (Path(folder) / f"{name}.json").exists():
         return describe_extractor(folder, name)
-    begun = earlier_recipe(work, recipe.seed)
-    if begun is not None and minutes is not None:
-        recipe, minutes = begun, None  # its number of steps was chosen when it began
-    training = ContrastiveTraining(recipe, device, work, say=say)
+    training = ContrastiveTraining(recipe, device, work, None if minutes is None else 60 * minutes, say=say)
     contact_sheet(training.images[_spread(recipe)], Path(folder) / f"{name}.png")
-    if minutes is not None:
-        training.fill(60 * minutes)
-    if not training.run(within):
-        say(f"{name}: stopped at step {training.step} of {training.recipe.steps}; the same command goes on")
+
+    def save(into: Path) -> Stored:
+        return save_extractor(
+            into, name, training.result(), training.taken(), seconds=round(training.seconds, 1),
+            device=torch.cuda.get_device_name() if device == "cuda" else "cpu", done=round(min(1.0, training.done), 4),
+            loss=round(training.losses[-1][1], 4), torch=torch.__version__,
+        )  # fmt: skip
+
+    if not training.run(within, lambda: save(Path(work) / "snapshot")):
+        say(f"{name}: stopped at step {training.step}, {training.done:.1%}; the same command goes on")
         return None
-    graphics = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return save_extractor(
-        folder, name, training.result(), training.recipe, seconds=round(training.seconds, 1), device=graphics,
-        loss=round(training.losses[-1][1], 4), torch=torch.__version__,
-    )  # fmt: skip
+    return save(Path(folder))
 
 
 def _spread(recipe: Recipe) -> torch.Tensor:
