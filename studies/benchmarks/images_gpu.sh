@@ -3,6 +3,7 @@
 #   sh studies/benchmarks/images_gpu.sh bring FOLDER...     copies runs/gpu/site and folders of image sets to $WORK
 #   OUT=... sh studies/benchmarks/images_gpu.sh smoke       a minute: step times of extractor, ConvNet, WRN-16-4; rates
 #   sh studies/benchmarks/images_gpu.sh start JOB [option]  train | heads | figure | wrn, in the background
+#       LIMIT=420: seconds of figure or wrn. MPS=1: jobs share the card by mps.sh. SETS="mnist": data sets of figure
 #   OUT=... sh studies/benchmarks/images_gpu.sh look        last lines of all logs, and an archive of what is to be kept
 #   OUT=... sh studies/benchmarks/images_gpu.sh wait 500    the same when the jobs have ended, after 500 seconds at the latest
 # A machine that goes back when nothing is asked of it takes its jobs along: let the last call of a series be a `wait`.
@@ -20,6 +21,22 @@ figure() { # folder, then options
     mkdir -p "$1"; [ -f "$1/noise.json" ] || cp "$WORK/tree/results/figure/noise.json" "$1/noise.json"
     folder=$1; shift; study reproduce figure --out "$folder" "$@"
 }
+left() { echo $((UNTIL - $(date +%s))); } # seconds of a job
+rows() { # data set, methods, options: cells of the ConvNet while there is time; what failed is tried once more
+    [ "$(left)" -gt 5 ] || return 0
+    dataset=$1 methods=$2; shift 2
+    case " $* " in *" --ablation "*) number="--trials 1 --seeds 1" ;; *) number="--trials 3 --seeds 3" ;; esac
+    set -- --datasets "$dataset" --methods "$methods" --change batch=1024 $number "$@"
+    figure "$WORK/figure" "$@" --within "$(left)" || figure "$WORK/figure" "$@" --within "$(left)" || true
+}
+wide() { # folder, options: the Wide-ResNet; without the compiler if it fails with it
+    folder=$WORK/$1; shift
+    set -- --datasets cifar10 --epsilons 8 --methods joint "$@"
+    figure "$folder" "$@" || TORCHDYNAMO_DISABLE=1 figure "$folder" "$@" || true
+}
+short() { # two learning rates on validation, 100 steps each
+    wide wrn-look --trials 2 --seeds 0 --change steps=100 --change views=2 --within 240 "$@"
+}
 what=$1; shift
 case $what in
 bring)
@@ -30,28 +47,33 @@ bring)
     ls "$WORK/data"; nvidia-smi --query-gpu=name,memory.used --format=csv,noheader ;;
 smoke) # needs mnist and fashion_mnist; the Wide-ResNet needs cifar10
     (study extractor train --images 40960 --steps 150 --out "$WORK/smoke" --work "$WORK/smoke" 2>&1 | sed 's/^/extractor: /') &
-    (figure "$WORK/smoke/figure" --datasets mnist --epsilons 3 --methods joint,opacus --trials 1 --seeds 1 \
+    (figure "$WORK/smoke/figure" --datasets mnist --epsilons 3 --methods joint,opacus --trials 2 --seeds 0 \
         --change batch=1024 2>&1 | sed 's/^/figure: /') &
-    if [ -d "$WORK/data/cifar10" ]; then for rate in ${RATES:-4 8}; do
-        (figure "$WORK/smoke/wrn-$rate" --datasets cifar10 --epsilons 8 --methods joint --trials 1 --seeds 1 \
-            --change steps=60 --change views=1 --change learning_rate="$rate" 2>&1 | sed "s/^/wrn $rate: /") &
-    done; fi
+    if [ -d "$WORK/data/cifar10" ]; then (short 2>&1 | sed 's/^/wrn: /') & fi
     wait ;;
 run)
     job=$1; shift
+    UNTIL=$(($(date +%s) + ${LIMIT:-420})) # of figure and wrn
     case $job in
     train) study extractor train --out "$WORK/extractor" --work "$WORK/extractor-work" "$@" ;;
     heads) # waits for the extractor
         until ls "$WORK/extractor"/resnet9-*.safetensors >/dev/null 2>&1; do sleep 2; done
         mkdir -p "$WORK/plan/extractor"; cp "$WORK/extractor"/resnet9-* "$WORK/plan/extractor/"
         study extractor plan --work "$WORK/plan" --out "$WORK/kept" --table "$WORK/tree/results/images/noise.json" "$@" ;;
-    figure) # the floor's rows first, then all methods
-        figure "$WORK/figure" --datasets mnist,fashion_mnist --methods joint,opacus --trials 3 --change batch=1024 "$@"
-        figure "$WORK/figure" --datasets mnist,fashion_mnist --trials 3 --change batch=1024 "$@" ;;
-    wrn) figure "$WORK/wrn" --datasets cifar10 --epsilons 8 --methods joint --trials 1 --seeds 1 "$@" ;;
+    figure) # two processes a set: the floor's rows, then the other methods, then ablations with one seed
+        for dataset in ${SETS:-mnist fashion_mnist}; do
+            (rows $dataset joint "$@"; rows $dataset weights,fix "$@"; rows $dataset joint --ablation "$@") &
+            (rows $dataset opacus "$@"; rows $dataset plain,factors "$@"; rows $dataset weights --ablation "$@"
+             rows $dataset caps "$@"; rows $dataset opacus-adaptive "$@") &
+        done; wait ;;
+    wrn) # one run as long as the time that is left, by the better rate and the pace of short ones
+        [ -f "$WORK/wrn/settled.json" ] || short "$@"
+        fit=$(($(left) - 60)); [ $fit -gt 60 ] || fit=60
+        wide wrn --trials 1 --seeds 1 --like "$WORK/wrn-look" --fit $fit --within "$(left)" --finish "$@" ;;
     esac ;;
 start)
     job=$1
+    if [ "${MPS:-0}" = 1 ]; then . studies/benchmarks/mps.sh; fi
     setsid nohup sh "$WORK/tree/studies/benchmarks/images_gpu.sh" run "$@" >>"$WORK/$job.log" 2>&1 </dev/null &
     sleep 1; echo "$job started" ;;
 wait)
@@ -62,6 +84,7 @@ look)
     for log in "$WORK"/*.log; do if [ -f "$log" ]; then echo "== $log"; tail -n 6 "$log"; fi; done
     cp "$WORK"/kept/* "$OUT/" 2>/dev/null || true
     cp "$WORK"/extractor/resnet9-* "$OUT/" 2>/dev/null || true
-    cd "$WORK"; found=$(ls -d *.log figure/*.json* wrn/*.json* 2>/dev/null || true)
+    cp "$WORK"/wrn/runs/*/step-*/average.safetensors "$OUT/wrn-average.safetensors" 2>/dev/null || true  # so far
+    cd "$WORK"; found=$(ls -d *.log figure/*.json* wrn/*.json* wrn-look/*.json* 2>/dev/null || true)
     if [ "$found" ]; then tar czf "$OUT/rows.tar.gz" $found; else echo "no rows yet"; fi ;;
 esac

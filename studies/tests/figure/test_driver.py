@@ -109,6 +109,34 @@ def test_a_run_that_spent_too_much_is_no_row(tmp_path, monkeypatch) -> None:
     assert not figure.rows
 
 
+def test_a_failure_stops_its_cell_only_and_is_told(tmp_path, monkeypatch) -> None:
+    figure, trained, _ = follow(monkeypatch, tmp_path, trials=1, seeds=1)
+    real, told = _driver.train, []
+    figure.say = told.append
+
+    def fails(data, recipe, *args, **rest):
+        if recipe.method == "caps":
+            raise RuntimeError("out of memory")
+        return real(data, recipe, *args, **rest)
+
+    monkeypatch.setattr(_driver, "train", fails)
+    assert not figure.run(cells(["mnist"], ["joint", "caps", "weights"], [3.0])) and figure.failed == 1
+    assert len(figure.rows) == 2 and any("out of memory" in line for line in told)
+
+
+def test_without_seeds_it_only_searches_and_a_run_may_be_ended_by_the_clock(tmp_path, monkeypatch) -> None:
+    figure, _, asked = follow(monkeypatch, tmp_path, trials=2, seeds=0)
+    assert figure.run([CELL]) and [r["stage"] for r in figure.rows] == ["trial"] * 2
+    assert all(kind == "train" for kind, _ in asked)
+    real = _driver.train
+    monkeypatch.setattr(_driver, "train", lambda *a, **k: replace(real(*a, **k), releases=1, updates=1))
+    figure.seeds = 1
+    with pytest.raises(wc.WeightclipError, match="1 releases of 2"):
+        figure.make(CELL)
+    figure.finish = True
+    assert figure.make(CELL) and figure.rows[-1]["releases"] == 1
+
+
 def test_the_clock_stops_it_and_a_cut_row_is_left_out(tmp_path, monkeypatch) -> None:
     figure, trained, _ = follow(monkeypatch, tmp_path, trials=1, seeds=2, deadline=time.monotonic() - 1)
     assert not figure.run([CELL]) and not trained
@@ -206,7 +234,7 @@ def test_a_machine_without_matplotlib_trains_and_another_one_draws(tmp_path, mon
 
 def test_pages_of_many_rows(tmp_path: Path) -> None:
     recipe = Cell("cifar10", "joint", 8.0).base().to_dict()
-    row = {"stage": "final", "dataset": "cifar10", "trials": 0, "open_sides": [], "records": 40960, "seconds": 1.0,
+    row = {"stage": "final", "dataset": "cifar10", "trials": 0, "open_sides": [], "releases": 1000, "records": 40960, "seconds": 1.0,
            "step_ms": 250.0, "device": "cpu", "recipe": recipe, "target": 8.0, "cell": "a", "changes": {}}  # fmt: skip
     rows = [row | {"seed": s, "accuracy": a} for s, a in enumerate((70.0, 71.0, 75.0))]
     rows += [row | {"cell": "b", "changes": {"views": 1}, "recipe": recipe | {"views": 1}, "seed": 0, "accuracy": 60.0}]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weightclip_studies.figure import ABLATIONS, EPSILONS, METHODS, Cell, Recipe, ablations, cells, steps_within
+from weightclip_studies.figure import ABLATIONS, EPSILONS, METHODS, Cell, Recipe, ablations, cells, settle, steps_within
 from weightclip_studies.figure._plan import next_place, open_sides
 from weightclip_studies.figure._recipe import build
 
@@ -79,3 +79,16 @@ def test_steps_are_estimated_from_the_committed_times() -> None:
     slower = steps_within(Cell("cifar10", "joint", 8.0, (("views", 16),)).base(), 480, BENCH)
     assert slower == pytest.approx(480 / each / 4, abs=1)
     assert steps_within(Recipe("wrn-40-4", "joint"), 480, BENCH) is None
+
+
+def test_a_run_is_settled_by_its_trials_pace_and_validation() -> None:
+    def trial(rate: float, accuracy: float, step_ms: float, stage: str = "trial") -> dict[str, object]:
+        recipe = Cell("cifar10", "joint", 8.0).base().to_dict() | {"views": 2, "learning_rate": rate}
+        return {"stage": stage, "accuracy": accuracy, "step_ms": step_ms, "recipe": recipe}
+
+    rows = [trial(4.0, 30.0, 210.0), trial(8.0, 35.0, 200.0), trial(16.0, 90.0, 1.0, "final")]
+    assert settle(rows, 300.0) == {"steps": 750, "views": 4, "learning_rate": 8.0}
+    assert settle(rows, 150.0) == {"steps": 750, "views": 2, "learning_rate": 8.0}
+    assert settle(rows, 50.0) == {"steps": 500, "views": 1, "learning_rate": 8.0}
+    assert settle(rows, 1e4)["steps"] == 2400 and settle(rows, 1.0)["steps"] == 100
+    assert settle([], 300.0) == {"steps": 500, "views": 2}

@@ -16,7 +16,7 @@ from studies.tests.figure.figure_kit import pictures
 import weightclip as wc
 from weightclip.accounting import Mechanism, epsilon, read
 from weightclip.bounds import Rescale, Sphere
-from weightclip_studies.figure import METHODS, Recipe, _train, train
+from weightclip_studies.figure import METHODS, Recipe, _opacus, _train, train
 from weightclip_studies.figure._audit import audit_recipe
 from weightclip_studies.figure._opacus import opacus_step
 from weightclip_studies.figure._recipe import BY_OPACUS, bounds_for, build
@@ -206,6 +206,14 @@ def test_a_finished_run_is_found_again_as_it_ended(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
+def test_a_run_may_end_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_train, "_CLOCK", 1)
+    told: list[str] = []
+    done = train(pictures(), JOINT, 2.0, 0, tmp_path, deadline=time.monotonic() - 1, finish=True, tell=told.append)
+    assert done is not None and done.releases == done.updates == 1 and told[0].startswith("1 of 6 steps")
+    assert done.epsilon == pytest.approx(spent(1), rel=1e-6)
+
+
 # -- Opacus ---------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +238,22 @@ def test_adaptive_thresholds_follow_the_public_batch_size(monkeypatch: pytest.Mo
     parameters = sum(p.numel() for p in build(JOINT, 1, 8, 0).parameters())
     monkeypatch.setattr("weightclip_studies.figure._opacus._MOST", 7 * parameters)
     assert threshold(some) == pytest.approx(whole, rel=1e-9)  # pieces of seven records count together
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_both_ways_of_opacus_make_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, recipe, moved = pictures(), Recipe("convnet", "opacus", batch=40, clip=0.1), []
+    assert _opacus.ghost_is_faster(recipe) and not _opacus.ghost_is_faster(replace(recipe, standardise=True))
+    for ghost, rows in ((True, 100), (True, 7), (False, 100)):
+        monkeypatch.setattr(_opacus, "ghost_is_faster", lambda recipe, ghost=ghost: ghost)
+        model = build(recipe, 1, 8, 0)
+        step, _ = opacus_step(model, torch.optim.SGD(model.parameters(), lr=1.0), recipe, 40, 0.0, rows)
+        for _ in range(2):
+            step(data.inputs(data.x), data.y)
+        moved.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    for other in moved[1:]:
+        assert torch.allclose(moved[0], other, atol=1e-5)
+    assert not torch.allclose(moved[0], torch.cat([p.detach().flatten() for p in build(recipe, 1, 8, 0).parameters()]))
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")

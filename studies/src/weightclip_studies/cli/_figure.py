@@ -23,7 +23,7 @@ def figure(
     methods: Annotated[str, typer.Option(help="Comma-separated methods; all by default.")] = "",
     epsilons: Annotated[str, typer.Option(help="Comma-separated; those of the plan by default.")] = "",
     trials: Annotated[int, typer.Option(help="Settings tried for every method; 1 takes those of the plan.", min=1)] = 5,
-    seeds: Annotated[int, typer.Option(help="Seeds of each chosen setting.", min=1)] = 3,
+    seeds: Annotated[int, typer.Option(help="Seeds of each chosen setting; 0: trials only.", min=0)] = 3,
     ablation: Annotated[
         bool, typer.Option(help="Instead: normalisation, standardisation, views, averaging on and off.")
     ] = False,
@@ -31,6 +31,11 @@ def figure(
     within: Annotated[
         float, typer.Option(help="Seconds after which the call ends; call again to go on. 0: no limit.", min=0)
     ] = 0,
+    finish: Annotated[
+        bool, typer.Option(help="Test a run as it is when --within ends, instead of putting it aside.")
+    ] = False,
+    like: Annotated[Path | None, typer.Option(help="Folder of short trials: their best rate, and --fit.")] = None,
+    fit: Annotated[float, typer.Option(help="With --like: steps and views for a run of so many seconds.")] = 300,
     plan: Annotated[bool, typer.Option(help="Show the cells in order, with steps that fit into --within.")] = False,
     prepare: Annotated[bool, typer.Option(help="Check packages and data and calibrate noise; train nothing.")] = False,
     draw: Annotated[
@@ -51,6 +56,8 @@ def figure(
     sets = _names(datasets, tuple(room.EPSILONS), "datasets")
     ways = _names(methods, tuple(room.METHODS), "methods")
     changes = _changes(change or [])
+    if like is not None:
+        changes = _settled(out, like, fit) | changes
     if (limit is not None or changes) and out == _OUT:
         out = Path("runs/quick/figure")  # a first look never replaces results
     cells = room.ablations(sets, ways) if ablation else room.cells(sets, ways, _levels(epsilons))
@@ -65,13 +72,15 @@ def figure(
     if not draw:
         study = room.Figure(
             out, _device(device), trials, seeds, limit, began + within if within else math.inf, changes,
-            say=lambda line: typer.echo(f"{time.monotonic() - began:7.1f} s  {line}", err=True),
+            finish, say=lambda line: typer.echo(f"{time.monotonic() - began:7.1f} s  {line}", err=True),
         )  # fmt: skip
         study.check(cells)
         if prepare:
             typer.echo(f"ready: {len(cells)} cells, noise in {out / 'noise.json'}")
             return
         study.run(cells)
+        if study.failed:
+            raise WeightclipError(f"{study.failed} of {len(cells)} cells failed, the others are kept: see above.")
         if not study.rows:
             typer.echo("no run was finished yet: run the same command again to go on")
             return
@@ -86,6 +95,19 @@ def figure(
         return
     files = [room.table(out), room.draw(out), room.page(out)]
     typer.echo(json.dumps({"files": [str(f) for f in files]}) if as_json else f"written to {out}")
+
+
+def _settled(out: Path, like: Path, seconds: float) -> dict[str, object]:
+    """What the first call chose from the trials; later calls go on with it."""
+    from weightclip_studies.figure import ROWS_FILE, read_rows, settle
+
+    file = out / "settled.json"
+    if not file.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(settle(read_rows(like / ROWS_FILE), seconds)) + "\n")
+    found: dict[str, object] = json.loads(file.read_text())
+    typer.echo(f"settled: {found}", err=True)
+    return found
 
 
 def _show(cells: list, seconds: float) -> None:

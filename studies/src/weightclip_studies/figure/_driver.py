@@ -10,6 +10,7 @@ import math
 import shutil
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from weightclip_studies.images._training import accuracy
 
 ROWS_FILE = "figure.jsonl"
 _WHOLE = 0.98  # share of its steps that must be in the weights of a finished run
-_COMPILES = 120  # seconds without which a compiled run is not worth beginning
+_COMPILES = 60  # seconds without which a compiled run is not worth beginning
 CROPS = {"mnist": Crops(2, flip=False), "fashion_mnist": Crops(2), "cifar10": Crops(4)}
 Row = dict[str, Any]
 
@@ -43,10 +44,12 @@ class Figure:
         out: Folder of rows, noise multipliers, checkpoints and ledgers.
         device: cpu or cuda.
         trials: Settings tried on the validation split, the same number for every method; 1 chooses nothing.
-        seeds: Runs of the chosen settings.
+        seeds: Runs of the chosen settings; 0: search only.
         limit: Use only so many records of each part.
         deadline: ``time.monotonic()`` after which nothing begins; a run under way is put aside until the next call.
         changes: Of every recipe, for tests.
+        finish: A run that the deadline stops is tested as it is, with fewer releases than its noise was made for,
+            instead of being put aside.
 
     Formal guarantees:
         Of each *final run*, its epsilon by PLD for adding or removing one record, given its settings. Choosing settings
@@ -61,6 +64,7 @@ class Figure:
     limit: int | None = None
     deadline: float = math.inf
     changes: dict[str, Any] = field(default_factory=dict)
+    finish: bool = False
     say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
@@ -68,6 +72,7 @@ class Figure:
         self.out.mkdir(parents=True, exist_ok=True)
         self.noise = NoiseTable(self.out / "noise.json")
         self.rows = read_rows(self.out / ROWS_FILE)
+        self.failed = 0  # cells
         self._held: tuple[str, Pictures, Pictures] | None = None
         self._raw = functools.cache(lambda dataset, part: load_images(dataset, part))
 
@@ -88,12 +93,18 @@ class Figure:
         self.noise.save()
 
     def run(self, cells: Sequence[Cell]) -> bool:
-        """Make the cells in turn until the deadline; whether all of them are there."""
+        """Make the cells in turn until the deadline; whether all of them are there. A failure stops one cell only."""
         for number, cell in enumerate(cells, 1):
-            if not self.make(cell):
+            try:
+                made = self.make(cell)
+            except Exception:
+                self.failed += 1
+                self.say(f"{cell.key} failed:\n{traceback.format_exc()}")
+                continue
+            if not made:
                 self.say(f"stopped by the clock in cell {number} of {len(cells)}: run the same command again to go on")
                 return False
-        return True
+        return not self.failed
 
     def make(self, cell: Cell) -> bool:
         """Choose settings on a tenth of the training part, then train on all of it and test, once for each seed."""
@@ -149,15 +160,17 @@ class Figure:
         sigma = self._sigma(cell, recipe, len(fit))
         told = json.dumps([cell.key, stage, recipe.to_dict(), sigma, seed, len(fit), more["place"]], sort_keys=True)
         folder = self.out / "runs" / hashlib.sha256(told.encode()).hexdigest()[:16]
-        done = train(fit, recipe, sigma, seed, folder, crops=CROPS[cell.dataset], deadline=self.deadline)
+        name = f"{cell.key} {stage} seed {seed}"
+        done = train(fit, recipe, sigma, seed, folder, crops=CROPS[cell.dataset], deadline=self.deadline,
+                     finish=self.finish, tell=lambda line: self.say(f"{name}: {line}"))  # fmt: skip
         if done is None:
             self.say(f"{cell.key} {stage} seed {seed}: put aside in {folder}")
             return False
-        if done.updates < _WHOLE * recipe.steps:  # killed before its first checkpoint, or much later than the last
+        if done.updates < _WHOLE * done.releases:  # killed before its first checkpoint, or much later than the last
             self.say(f"{cell.key} {stage} seed {seed}: only {done.updates} updates were kept; begun anew")
             shutil.rmtree(folder)  # nothing of it is published
             return self._one(cell, stage, recipe, seed, fit, judge, **more)
-        check_spent(cell, recipe, done)
+        check_spent(cell, recipe, done, self.finish)
         row = {"stage": stage, "cell": cell.key, "dataset": cell.dataset, "changes": dict(cell.changes), "seed": seed,
                "accuracy": accuracy(done.model, judge), "epsilon": None if cell.epsilon is None else done.epsilon,
                "target": cell.epsilon, "releases": done.releases, "updates": done.updates, "sigma": sigma,
@@ -206,9 +219,10 @@ def split(train_part: Pictures) -> tuple[Pictures, Pictures]:
     return train_part.subset(order[held:]), train_part.subset(order[:held])
 
 
-def check_spent(cell: Cell, recipe: Recipe, done: Trained) -> None:
-    """A run that released more than it was calibrated for is an error, not a row."""
-    if cell.epsilon is not None and (done.epsilon > cell.epsilon * (1 + 1e-6) or done.releases != recipe.steps):
+def check_spent(cell: Cell, recipe: Recipe, done: Trained, fewer: bool = False) -> None:
+    """A run that released more than it was calibrated for (or less, unless ``fewer``) is an error, not a row."""
+    wrong = done.releases > recipe.steps or (done.releases < recipe.steps and not fewer)
+    if cell.epsilon is not None and (done.epsilon > cell.epsilon * (1 + 1e-6) or wrong):
         raise WeightclipError(
             f"{cell.key}: {done.releases} releases of {recipe.steps}, epsilon {done.epsilon}, target {cell.epsilon}"
         )
@@ -239,7 +253,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
             "changes": " ".join(f"{k}={v}" for k, v in first["changes"].items()), "seeds": len(finals),
             "median": f"{statistics.median(accuracies):.2f}", "sem": "" if spread is None else f"{spread:.3f}",
             "trials": first["trials"], "at_edge": " ".join(first["open_sides"]), "batch": recipe["batch"],
-            "steps": recipe["steps"], "learning_rate": f"{recipe['learning_rate']:g}", "clip": f"{recipe['clip']:g}",
+            "steps": first["releases"], "learning_rate": f"{recipe['learning_rate']:g}", "clip": f"{recipe['clip']:g}",
             "views": recipe["views"], "group_norm": int(recipe["group_norm"]),
             "standardise": int(recipe["standardise"]), "average": recipe["average"],
             "seconds": f"{statistics.fmean(r['seconds'] for r in finals):.1f}",

@@ -81,7 +81,7 @@ class _Steps(Protocol):
 
 def train(
     data: Pictures, recipe: Recipe, sigma: float, seed: int, folder: Path, *, crops: Crops = USUAL,
-    deadline: float = math.inf, every: float = 60.0,
+    deadline: float = math.inf, every: float = 30.0, finish: bool = False, tell: Callable[[str], None] | None = None,
 ) -> Trained | None:  # fmt: skip
     """Train, or go on with a run that an earlier call began in ``folder``.
 
@@ -94,6 +94,8 @@ def train(
         crops: How views are made.
         deadline: ``time.monotonic()`` at which a checkpoint is written and the call ends.
         every: Seconds between checkpoints.
+        finish: At the deadline the run ends there and is returned, with fewer releases than the recipe has.
+        tell: Told how far the run is at every checkpoint.
 
     Returns:
         The finished run, or None at the deadline: call again.
@@ -129,7 +131,11 @@ def train(
                 if run.done == recipe.steps or late or clock[-1][1] - saved > every:
                     saved = clock[-1][1]
                     _save(run, average, folder, before + saved - began, updates)
+                    if tell is not None and run.done < recipe.steps:
+                        tell(f"{run.done} of {recipe.steps} steps after {before + saved - began:.0f} s")
                     if late and run.done < recipe.steps:
+                        if finish:
+                            break
                         return None
             took = clock[-1][1] - began
             paces = [(b - a) / (m - n) for (n, a), (m, b) in itertools.pairwise(clock)]  # the first ones compile
@@ -239,8 +245,11 @@ class _Engine(_Common):
                 self.engine.ledger.close()
             raise
         self.engine.budget = recipe.steps
-        self.fused = self.engine.fused_step(torch.compile(self.model) if self.fast else None)
-        self.fused.on &= not self.fast  # large compiled steps hold the device up by themselves: no need of graphs
+        compiled = torch.compile(self.model) if self.fast else None
+        if compiled is self.model:  # TORCHDYNAMO_DISABLE=1
+            compiled = None
+        self.fused = self.engine.fused_step(compiled)
+        self.fused.on &= not self.fast  # large steps hold the device up by themselves: no need of graphs
         self.batches = self._endless()
 
     def _endless(self) -> Iterator[list[Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from weightclip.accounting import Mechanism, calibrate_sigma, epsilon
@@ -51,4 +52,6 @@ class NoiseTable:
         """Write the table."""
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(dict(sorted(self.values.items())), indent=1) + "\n")
+            scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}")  # processes share the table
+            scratch.write_text(json.dumps(dict(sorted(self.values.items())), indent=1) + "\n")
+            scratch.replace(self.path)
