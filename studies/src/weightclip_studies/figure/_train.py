@@ -224,12 +224,12 @@ class _Engine(_Common):
     """Steps by the engine, each in one call; passes of at most ``rows`` rows."""
 
     def __init__(
-        self, data: Pictures, recipe: Recipe, sigma: float, seed: int, ledger: Path, crops: Crops, rows: int = ROWS
+        self, data: Pictures, recipe: Recipe, sigma: float, seed: int, ledger: Path, crops: Crops, rows: int | None = None
     ) -> None:
         super().__init__(data, recipe, seed, crops)
         views = max(1, recipe.views)
         most = largest_batch(self.batch, self.batch / len(data), len(data))
-        pieces = math.ceil(most * views / rows)
+        pieces = math.ceil(most * views / (rows or ROWS))
         bounds = bounds_for(recipe, self.model, data.synthetic())
         self.engine = PrivacyEngine(ledger=ledger, ledger_block=_block(recipe))
         try:
@@ -287,7 +287,7 @@ class _Other(_Common):
     """Steps by Opacus, or without privacy, on Poisson draws of the same rate; passes of at most ``rows`` rows."""
 
     def __init__(
-        self, data: Pictures, recipe: Recipe, sigma: float, seed: int, ledger: Path, crops: Crops, rows: int = ROWS
+        self, data: Pictures, recipe: Recipe, sigma: float, seed: int, ledger: Path, crops: Crops, rows: int | None = None
     ) -> None:
         super().__init__(data, recipe, seed, crops)
         self.private: Any = None
@@ -297,9 +297,9 @@ class _Other(_Common):
         self.generator = torch.Generator(device=data.x.device)
         self.generator.seed()
         if recipe.method == "plain":
-            self.take = plain_step(self._forward(), self.optimizer, self.cast, rows)
+            self.take = plain_step(self._forward(), self.optimizer, self.cast, rows or ROWS)
             return
-        self.take, self.private = opacus_step(self.model, self.optimizer, recipe, self.batch, sigma, rows)
+        self.take, self.private = opacus_step(self.model, self.optimizer, recipe, self.batch, sigma, rows or ROWS)
         self.ledger = Ledger(ledger, block=_block(recipe))
         mechanism = Mechanism("gaussian", sigma, self.rate, 1, label="noisy gradients (Opacus)")
         self.ledger.begin(mechanism, Adjacency.ADD_OR_REMOVE_ONE, 0.0, {"recipe": recipe.to_dict()})
