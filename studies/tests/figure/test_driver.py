@@ -234,8 +234,9 @@ def test_a_machine_without_matplotlib_trains_and_another_one_draws(tmp_path, mon
 
 def test_pages_of_many_rows(tmp_path: Path) -> None:
     recipe = Cell("cifar10", "joint", 8.0).base().to_dict()
-    row = {"stage": "final", "dataset": "cifar10", "trials": 0, "open_sides": [], "releases": 1000,
-           "records": 40960, "seconds": 1.0, "step_ms": 250.0, "device": "cpu", "recipe": recipe, "target": 8.0, "cell": "a", "changes": {}}  # fmt: skip
+    row = {"stage": "final", "dataset": "cifar10", "trials": 0, "open_sides": [], "records": 40960, "seconds": 1.0,
+           "step_ms": 250.0, "device": "cpu", "recipe": recipe, "target": 8.0, "cell": "a", "changes": {},
+           "releases": 1000}  # fmt: skip
     rows = [row | {"seed": s, "accuracy": a} for s, a in enumerate((70.0, 71.0, 75.0))]
     rows += [row | {"cell": "b", "changes": {"views": 1}, "recipe": recipe | {"views": 1}, "seed": 0, "accuracy": 60.0}]
     (tmp_path / _driver.ROWS_FILE).write_text("".join(json.dumps(r) + "\n" for r in rows))

@@ -224,7 +224,7 @@ class _Engine(_Common):
     """Steps by the engine, each in one call; passes of at most ``rows`` rows."""
 
     def __init__(
-        self, data: Pictures, recipe: Recipe, sigma: float, seed: int, ledger: Path, crops: Crops, rows: int | None = None
+        self, data: Pictures, recipe: Recipe, sigma: float, seed: int, ledger: Path, crops: Crops, rows: int = 0
     ) -> None:
         super().__init__(data, recipe, seed, crops)
         views = max(1, recipe.views)
@@ -287,7 +287,7 @@ class _Other(_Common):
     """Steps by Opacus, or without privacy, on Poisson draws of the same rate; passes of at most ``rows`` rows."""
 
     def __init__(
-        self, data: Pictures, recipe: Recipe, sigma: float, seed: int, ledger: Path, crops: Crops, rows: int | None = None
+        self, data: Pictures, recipe: Recipe, sigma: float, seed: int, ledger: Path, crops: Crops, rows: int = 0
     ) -> None:
         super().__init__(data, recipe, seed, crops)
         self.private: Any = None
