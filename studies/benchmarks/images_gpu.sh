@@ -1,6 +1,7 @@
 #!/bin/sh
 # Image rows on one GPU that other jobs share. Data and packages come in several calls, jobs run between them:
-#   sh studies/benchmarks/images_gpu.sh bring FOLDER...     copies runs/gpu/site and folders of image sets to $WORK
+#   sh studies/benchmarks/images_gpu.sh bring FOLDER...     copies runs/gpu/site and folders of image sets to $WORK, and
+#       runs/gpu/extractor: what an earlier machine kept (weights, perhaps of its snapshot, and results.tar.gz)
 #   OUT=... sh studies/benchmarks/images_gpu.sh smoke       a minute: step times of extractor, ConvNet, WRN-16-4; rates
 #   sh studies/benchmarks/images_gpu.sh start JOB [option]  train | heads | figure | wrn, in the background
 #       LIMIT=420: seconds of figure or wrn. MPS=1: jobs share the card by mps.sh. SETS="mnist": data sets of figure
@@ -17,6 +18,8 @@ mkdir -p "$WORK/data" "$WORK/kept" "$OUT"
 export PYTHONUNBUFFERED=1 PYTHONPATH="$WORK/tree/src:$WORK/tree/studies/src:$WORK/site" WEIGHTCLIP_DATA="$WORK/data"
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 study() { python3 -c 'from weightclip_studies.cli import main; main()' "$@"; }
+there() { [ -e "$1" ]; } # whether the first of these files is there
+busy() { for pid in "$WORK"/*.pid; do if [ -f "$pid" ] && kill -0 "$(cat "$pid")" 2>/dev/null; then return 0; fi; done; return 1; }
 figure() { # folder, then options
     mkdir -p "$1"; [ -f "$1/noise.json" ] || cp "$WORK/tree/results/figure/noise.json" "$1/noise.json"
     folder=$1; shift; study reproduce figure --out "$folder" "$@"
@@ -41,7 +44,7 @@ what=$1; shift
 case $what in
 bring)
     mkdir -p "$WORK/tree"; cp -r src studies results pyproject.toml "$WORK/tree/"
-    if [ -d runs/gpu/site ]; then cp -r runs/gpu/site "$WORK/"; fi
+    for folder in site extractor; do if [ -d "runs/gpu/$folder" ]; then cp -r "runs/gpu/$folder" "$WORK/"; fi; done
     for folder in "$@"; do cp -r "$folder"/* "$WORK/data/"; done
     python3 studies/benchmarks/need.py torch numpy scipy sklearn safetensors PIL dp_accounting opacus typer rich
     ls "$WORK/data"; nvidia-smi --query-gpu=name,memory.used --format=csv,noheader ;;
@@ -53,13 +56,20 @@ smoke) # needs mnist and fashion_mnist; the Wide-ResNet needs cifar10
     wait ;;
 run)
     job=$1; shift
+    echo $$ > "$WORK/$job.pid"
+    trap 'rm -f "$WORK/$job.pid"' EXIT
     UNTIL=$(($(date +%s) + ${LIMIT:-420})) # of figure and wrn
     case $job in
     train) study extractor train --out "$WORK/extractor" --work "$WORK/extractor-work" "$@" ;;
-    heads) # waits for the extractor
-        until ls "$WORK/extractor"/resnet9-*.safetensors >/dev/null 2>&1; do sleep 2; done
-        mkdir -p "$WORK/plan/extractor"; cp "$WORK/extractor"/resnet9-* "$WORK/plan/extractor/"
-        study extractor plan --work "$WORK/plan" --out "$WORK/kept" --table "$WORK/tree/results/images/noise.json" "$@" ;;
+    heads) # waits for the extractor, whose json is written last, or for its last snapshot; private rows of all sets first
+        until there "$WORK"/extractor/resnet9-*.json; do
+            [ -f "$WORK/train.pid" ] || cp "$WORK"/extractor-work/snapshot/* "$WORK/extractor/"
+            sleep 1
+        done
+        for methods in lip-weights lip-weights,non-private; do
+            study extractor plan --work "$WORK/plan" --out "$WORK/kept" --earlier "$WORK/extractor" --trials 14 \
+                --table "$WORK/tree/results/images/noise.json" --methods "$methods" "$@" || true
+        done ;;
     figure) # two processes a set: the floor's rows, then the other methods, then ablations with one seed
         for dataset in ${SETS:-mnist fashion_mnist}; do
             (rows $dataset joint "$@"; rows $dataset weights,fix "$@"; rows $dataset joint --ablation "$@") &
@@ -78,13 +88,14 @@ start)
     sleep 1; echo "$job started" ;;
 wait)
     until=$(($(date +%s) + ${1:-500}))
-    while [ "$(date +%s)" -lt "$until" ] && pgrep -f "images_gpu.sh [r]un" >/dev/null; do sleep 2; done
+    while [ "$(date +%s)" -lt "$until" ] && busy; do sleep 1; done
     sh "$0" look ;;
 look)
     for log in "$WORK"/*.log; do if [ -f "$log" ]; then echo "== $log"; tail -n 6 "$log"; fi; done
     cp "$WORK"/kept/* "$OUT/" 2>/dev/null || true
-    cp "$WORK"/extractor/resnet9-* "$OUT/" 2>/dev/null || true
+    if there "$WORK"/extractor/resnet9-*.json; then cp "$WORK"/extractor/resnet9-* "$OUT/"
+    elif there "$WORK"/extractor-work/snapshot/*.json; then cp -r "$WORK/extractor-work/snapshot" "$OUT/"; fi
     cp "$WORK"/wrn/runs/*/step-*/average.safetensors "$OUT/wrn-average.safetensors" 2>/dev/null || true  # so far
-    cd "$WORK"; found=$(ls -d *.log figure/*.json* wrn/*.json* wrn-look/*.json* 2>/dev/null || true)
-    if [ "$found" ]; then tar czf "$OUT/rows.tar.gz" $found; else echo "no rows yet"; fi ;;
+    found=$(cd "$WORK" && ls -d *.log figure/*.json* wrn/*.json* wrn-look/*.json* 2>/dev/null || true)
+    if [ "$found" ]; then tar czf "$OUT/rows.tar.gz" -C "$WORK" $found; else echo "no rows yet"; fi ;;
 esac

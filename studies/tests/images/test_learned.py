@@ -215,6 +215,21 @@ def test_a_plan_goes_on_on_another_machine(tmp_path, weights, monkeypatch) -> No
     assert plan(tmp_path / "other", earlier=tmp_path / "out").run() == []
 
 
+def test_a_set_that_fails_stops_no_other(tmp_path, weights, monkeypatch) -> None:
+    def some(name: str, part: str) -> tuple[np.ndarray, np.ndarray]:
+        if name == "cifar10":
+            raise WeightclipError("cifar10 not found")
+        return fake_images(name, part)
+
+    monkeypatch.setattr(_experiment, "load_images", some)
+    monkeypatch.setitem(_experiment.EPSILONS, "mnist", (3.0,))
+    told: list[str] = []
+    both = (("cifar10", "learned"), ("mnist", "learned"))
+    assert plan(tmp_path, order=both, methods=("non-private",), say=told.append).run() == ["cifar10 learned"]
+    assert any("cifar10 learned failed: WeightclipError: cifar10 not found" in line for line in told)
+    assert len(entries(tmp_path / "work" / "results", "final")) == 1
+
+
 def test_a_plan_trains_for_steps_or_minutes(tmp_path, monkeypatch) -> None:
     made: list[_plan.Plan] = []
     monkeypatch.setattr(_plan.Plan, "run", lambda self: made.append(self) or [])

@@ -20,8 +20,8 @@ from weightclip_studies.images._pieces import join
 from weightclip_studies.images.extractor import PLACES, Recipe, Stored, extractor_name, train_extractor
 
 ORDER = (
-    ("cifar10", "joined"), ("cifar10", "learned"), ("fashion_mnist", "joined"), ("mnist", "joined"),
-    ("fashion_mnist", "learned"), ("mnist", "learned"),
+    ("cifar10", "joined"), ("fashion_mnist", "joined"), ("mnist", "joined"),
+    ("cifar10", "learned"), ("fashion_mnist", "learned"), ("mnist", "learned"),
 )  # fmt: skip
 """Heads by importance: (data set, kind of features)."""
 _NEEDED = ("torch", "safetensors", "PIL", "dp_accounting")
@@ -85,7 +85,12 @@ class Plan:
         left = [] if None not in stored else ["train"]
         for dataset, kind in self.order:
             name = f"{dataset} {kind}"
-            if left[:1] == ["train"] or dataset not in ready or not self._heads(dataset, kind, stored):
+            try:
+                done = left[:1] != ["train"] and dataset in ready and self._heads(dataset, kind, stored)
+            except (WeightclipError, RuntimeError) as error:  # a set that is not there, a full GPU: the others go on
+                self._tell(f"{name} failed: {type(error).__name__}: {error}")
+                done = False
+            if not done:
                 left.append(name)
         self._keep()
         self._tell(f"left: {', '.join(left) or 'nothing'}")
