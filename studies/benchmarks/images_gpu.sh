@@ -22,6 +22,8 @@ there() { [ -e "$1" ]; } # whether the first of these files is there
 busy() { for pid in "$WORK"/*.pid; do if [ -f "$pid" ] && kill -0 "$(cat "$pid")" 2>/dev/null; then return 0; fi; done; return 1; }
 figure() { # folder, then options
     mkdir -p "$1"; [ -f "$1/noise.json" ] || cp "$WORK/tree/results/figure/noise.json" "$1/noise.json"
+    rows=$WORK/tree/results/figure/figure.jsonl; case $1 in */figure | */wrn) # what a machine before made
+        [ -f "$1/figure.jsonl" ] || [ ! -f "$rows" ] || cp "$rows" "$1/" ;; esac
     folder=$1; shift; study reproduce figure --out "$folder" "$@"
 }
 left() { echo $((UNTIL - $(date +%s))); } # seconds of a job
@@ -50,7 +52,7 @@ bring)
     ls "$WORK/data"; nvidia-smi --query-gpu=name,memory.used --format=csv,noheader ;;
 smoke) # needs mnist and fashion_mnist; the Wide-ResNet needs cifar10
     (study extractor train --images 40960 --steps 150 --out "$WORK/smoke" --work "$WORK/smoke" 2>&1 | sed 's/^/extractor: /') &
-    (figure "$WORK/smoke/figure" --datasets mnist --epsilons 3 --methods joint,opacus --trials 2 --seeds 0 \
+    (figure "$WORK/smoke/convnet" --datasets mnist --epsilons 3 --methods joint,opacus --trials 2 --seeds 0 \
         --change batch=1024 2>&1 | sed 's/^/figure: /') &
     if [ -d "$WORK/data/cifar10" ]; then (short 2>&1 | sed 's/^/wrn: /') & fi
     wait ;;
