@@ -49,7 +49,7 @@ class Machine:
         return subprocess.run(call, cwd=ROOT, env=self.env, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize(("training", "used"), [(2, "whole"), (0, "half")])
+@pytest.mark.parametrize(("training", "used"), [(5, "whole"), (0, "half")])
 def test_heads_wait_for_the_extractor_or_take_what_a_failed_training_left(tmp_path, training: float, used: str) -> None:
     machine = Machine(tmp_path, training)
     machine.run("start", "train", "--minutes", "5")
@@ -69,7 +69,7 @@ def test_heads_wait_for_the_extractor_or_take_what_a_failed_training_left(tmp_pa
 
 
 def test_a_wait_ends_in_time(tmp_path) -> None:
-    machine = Machine(tmp_path, 4)
+    machine = Machine(tmp_path, 5)
     machine.run("start", "train")
     began = time.monotonic()
     machine.run("wait", "1")
