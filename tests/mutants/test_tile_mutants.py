@@ -14,7 +14,7 @@ from tests.factors.kernels import test_products as products
 from tests.factors.kernels import test_tiles as checks
 from tests.triton_kit import kernel_device, run_interpreted
 
-from weightclip.factors import Product
+from weightclip.factors import Product, _conv
 from weightclip.factors.kernels import _products, _tiles
 from weightclip.noise import _release
 
@@ -93,6 +93,9 @@ MUTANTS: dict[str, tuple[Path, str, str, Callable[[torch.device], None]]] = {
     "a norm that is not a number as zero": (
         NORMS, 'square = tl.where(tl.abs(square) < float("inf"), square, float("inf"))  # NaN as well',
         "x2 = tl.where(x2 == x2, x2, 0.0)", not_finite),
+    "positions of the next record in a norm": (NORMS, "here = k < end", "here = k < total",
+                                               products.norms_of_gradients),
+    "a norm that is not squared": (NORMS, "acc * acc", "acc", products.norms_of_gradients),
     "rounding left out of norms": (
         NORMS, "square = tl.where(square > 0, square, 0.0) * (1 + 2.0**-15) + share * free + hidden\n"
                "    norm = (tl.sqrt(square) + rounding * tl.sqrt(free))",
@@ -112,6 +115,27 @@ def test_a_mutant_dies(name, interpreter, tmp_path, monkeypatch):
     monkeypatch.setattr(_tiles, "_kernels" if source == SOURCE else "_norm_kernels", mutant)
     if source == NORMS:
         monkeypatch.setattr(_products, "_kernels", mutant)
+    with pytest.raises(AssertionError):
+        check(interpreter)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "check"),
+    [
+        ("wide", lambda t: 0 * t, products.norms_of_gradients),  # the bias left out
+        ("CANCELLED", 0.0, products.cancelling),
+        (
+            "gradient_squares",
+            lambda x, *rest: torch.nan_to_num(_products.gradient_squares(x, *rest)),
+            products.not_finite,
+        ),
+    ],
+)
+def test_a_norm_by_products_that_forgets_something_is_noticed(name, wrong, check, interpreter, monkeypatch):
+    check(interpreter)
+    monkeypatch.setattr(_conv, name, wrong)
+    if name == "gradient_squares":  # a factor that is not finite has to be forgotten twice
+        monkeypatch.setattr(_conv, "fused_norms", lambda x, d, *rest: torch.ones(len(x), device=x.device))
     with pytest.raises(AssertionError):
         check(interpreter)
 

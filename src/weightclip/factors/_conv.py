@@ -12,6 +12,7 @@ from torch import Tensor
 from weightclip.factors._kind import Conf, Factors, Kind, Measure, Sums, entrywise_bound, one_norm
 from weightclip.factors._limits import (
     BOUND,
+    CANCELLED,
     CAP,
     KIND_SHIFT,
     Counts,
@@ -38,6 +39,7 @@ from weightclip.factors.kernels._products import (
     fits_scale,
     fused_norms,
     fused_scale,
+    gradient_squares,
     laid_out,
     record_sums,
     weight_gradient,
@@ -185,9 +187,7 @@ def conv_factors(x: Tensor, d: Tensor, beta: float, shape: Shape) -> tuple[Tenso
 def conv_norm(x: Tensor, d: Tensor, beta: float, shape: Shape, kind: int, product: torch.dtype) -> Tensor:
     """Norm of each record's gradient, or a bound of it, in the way asked for."""
     if kind == FREE and not shape.transposed and fits_scale(x, d, 1):
-        out = tuple(d.shape[2:])
-        counts = patch_weights(x, out, shape.kernel, shape.stride, shape.dilation, shape.padding)
-        return fused_norms(x, d, beta**2 * math.prod(out), counts)
+        return fused_norms(x, d, beta**2 * math.prod(d.shape[2:]), _counts(x, d, shape))
     if kind == FREE or _odd(shape):
         x_norm, d_norm = conv_factors(x, d, beta, shape)
         return x_norm * d_norm
@@ -203,11 +203,27 @@ def _norm(x: Tensor, d: Tensor, beta: float, shape: Shape, kind: int, product: t
         bias = bias + product_rounding(places, product) * math.sqrt(places) * squared_norm(d.double()).sqrt()
         return torch.hypot(weight.double(), beta * bias).float() * (1 + 2.0**-22)
     if kind != CHANNEL and _tiled(x, d, shape, product):
-        window = shape.window()
-        counts = patch_weights(x, tuple(d.shape[2:]), shape.kernel, shape.stride, shape.dilation, shape.padding)
-        return tile_norms(x, d, beta, window, counts)
+        return tile_norms(x, d, beta, shape.window(), _counts(x, d, shape))
+    if kind != CHANNEL and not torch.is_grad_enabled() and by_kernel(x, d, shape.groups, shape.transposed):
+        return _by_products(x, d, beta, shape, product)
     x_norm, d_norm = conv_factors(x, d, beta, shape)
     return conv_record_norm(x, d, shape.geometry(), beta, kind, product, free=x_norm * d_norm)
+
+
+def _by_products(x: Tensor, d: Tensor, beta: float, shape: Shape, product: torch.dtype) -> Tensor:
+    """Norm of each record's gradient by the kernel that sums them, one record at a time; as `conv_record_norm`."""
+    places, (x, d) = math.prod(d.shape[2:]), (t if fits_scale(t, t, 1) else t.contiguous() for t in (x, d))
+    free = fused_norms(x, d, beta**2 * places, _counts(x, d, shape)).double() * (1 + 2.0**-8)  # of float32 sums
+    square = gradient_squares(x, d, shape.kernel, shape.stride, shape.padding, shape.dilation)
+    rounding = product_rounding(places, product)
+    if beta:  # a row in float32, rows in float64
+        square = square + (beta * wide(d).sum(3).sum(2, dtype=torch.float64)).square().sum(1)
+        rounding += (d.shape[3] + 8) * 2.0**-24
+    return torch.maximum(square.sqrt() + rounding * free, CANCELLED * free).float()
+
+
+def _counts(x: Tensor, d: Tensor, shape: Shape) -> Tensor:
+    return patch_weights(x, tuple(d.shape[2:]), shape.kernel, shape.stride, shape.dilation, shape.padding)
 
 
 def _odd(shape: Shape) -> bool:
@@ -231,9 +247,7 @@ def conv_scale(
         return None
     flags = flags & ~BOUND  # whose kind is FREE
     if not shape.transposed and counter is None and fits_scale(x, d, flags):
-        places = tuple(d.shape[2:])
-        counts = patch_weights(x, places, shape.kernel, shape.stride, shape.dilation, shape.padding)
-        return fused_scale(x, d, limits, flags, beta**2 * math.prod(places), counts)
+        return fused_scale(x, d, limits, flags, beta**2 * math.prod(d.shape[2:]), _counts(x, d, shape))
     kind = flags >> KIND_SHIFT
     if flags & 7 == CAP and kind not in (FREE, CHANNEL) and counter is None and _tiled(x, d, shape, product):
         norm = _norm(x, d, beta, shape, kind, product)  # not finite where a factor is not

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from tests.triton_kit import kernel_device, run_interpreted
 
 from weightclip.factors._affine import affine_factors, affine_record_norm
-from weightclip.factors._conv import patch_norm_squared, patch_weights
+from weightclip.factors._conv import _by_products, patch_norm_squared, patch_weights
 from weightclip.factors._limits import record_scale, squared_norm
+from weightclip.factors._record_norms import Shape
 from weightclip.factors.kernels import _products as _kernel
 from weightclip.factors.kernels._products import (
     channel_scale,
@@ -233,3 +234,55 @@ def test_other_devices_and_types_do_not_fit():
     x = torch.zeros(2, 3, 4, 4)
     assert not fits(x, x)
     assert not fits(x.to("meta").double(), x.to("meta").double())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.7])
+def test_norms_of_records_are_those_of_their_float64_gradients(case, last, beta, interpreter, monkeypatch):
+    monkeypatch.setattr(_kernel, "_MOST", 2)
+    norms_of_gradients(interpreter, case, last, beta)
+
+
+def norms_of_gradients(device, case=CASES[0], last=False, beta=0.7) -> None:
+    records, channels, out, size, stride, padding, dilation, kernel = case
+    form = torch.channels_last if last else torch.contiguous_format
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(records, channels, *size, generator=generator).contiguous(memory_format=form)
+    weight = torch.randn(out, channels, *kernel, generator=generator)
+    d = torch.randn(F.conv2d(x, weight, None, stride, padding, dilation).shape, generator=generator)
+    d = d.contiguous(memory_format=form)
+    u = F.unfold(x.double(), kernel, dilation, padding, stride)
+    exact = (u @ d.double().flatten(2).mT).square().sum((1, 2))
+    x, d = x.to(device), d.to(device)
+    found = _kernel.gradient_squares(x, d, kernel, stride, padding, dilation)
+    torch.testing.assert_close(found.cpu(), exact, rtol=1e-12, atol=1e-12)
+    shape = Shape(tuple(kernel), stride, padding, dilation, 1, False, (0, 0))
+    exact = (exact + (beta * d.cpu().double().sum((2, 3))).square().sum(1)).sqrt()
+    norm = _by_products(x, d, beta, shape, torch.float32).cpu().double()
+    assert bool((norm >= exact).all())
+    torch.testing.assert_close(norm, exact, rtol=1e-3, atol=1e-3)
+
+
+def test_a_record_that_is_not_finite_has_no_finite_norm_and_changes_no_other(interpreter):
+    not_finite(interpreter)
+
+
+def not_finite(device: torch.device) -> None:
+    x, d = torch.randn(3, 4, 5, 5, device=device), torch.randn(3, 6, 3, 3, device=device)
+    shape = Shape((3, 3), (1, 1), (0, 0), (1, 1), 1, False, (0, 0))
+    others = _by_products(x, d, 1.0, shape, torch.float32)
+    x[1, 0, 0, 0] = float("nan")
+    found = _by_products(x, d, 1.0, shape, torch.float32)
+    assert not bool(found[1].isfinite()) and torch.equal(found[[0, 2]], others[[0, 2]])
+
+
+def test_positions_that_cancel_keep_a_share_of_the_factors_norms(interpreter):
+    cancelling(interpreter)
+
+
+def cancelling(device: torch.device) -> None:
+    x = torch.full((1, 1, 1, 2), 1.0, device=device)
+    d = torch.tensor([2.0**17, -(2.0**17)], device=device).view(1, 1, 1, 2)
+    shape = Shape((1, 1), (1, 1), (0, 0), (1, 1), 1, False, (0, 0))
+    assert float(_by_products(x, d, 0.0, shape, torch.float64)) >= 2.0**-12 * 2.0**18

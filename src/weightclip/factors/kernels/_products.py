@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from weightclip.factors._limits import KIND_SHIFT, SMALLEST, TINY, transforming
 
 _TOGETHER = 1 << 30  # multiply-adds below which a launch costs more than what a bias slows the larger kernel down
 _PROGRAMS = 1056  # about eight for each multiprocessor of a large GPU
+_DEPTH = 16  # positions that are multiplied at once
+_MOST = 1 << 15  # records of one launch, which takes 65,535 at most
 _TOTALS = 1 << 23  # sums of single records that are kept between two steps
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,26 +52,16 @@ def weight_gradient(
         Each record's cotangent is scaled in float32; products and sums are float64 throughout, with no atomics: the
         same numbers for the same tensors. Records with scale 0 contribute exact zeros, NaN or not.
     """
-    x, d = (t if t.dtype == torch.float32 else t.float() for t in (x, d))  # older compilers cannot widen 16 bits here
-    if x.shape[1] >= 16 and (d.shape[3] % 16 or tuple(stride) != (1, 1)):  # rows too short or too rough to read well
-        x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))
+    x, d = _easily_read(x, d, stride)
     out, columns = d.shape[1], x.shape[1] * kernel[0] * kernel[1]
     total = d.shape[0] * d.shape[2] * d.shape[3]
     together = bias and total * out * columns < _TOGETHER
-    rows, cols, depth = _tile(out), _tile(columns), 16
-    tiles = -(-out // rows) * -(-columns // cols)
-    parts = max(1, min(-(-total // (4 * depth)), _PROGRAMS // tiles))
-    share = -(-total // (parts * depth)) * depth
+    tiles = math.prod(_tiles(out, columns))
+    parts = max(1, min(-(-total // (4 * _DEPTH)), _PROGRAMS // tiles))
+    share = -(-total // (parts * _DEPTH)) * _DEPTH
     parts = -(-total // share)
     found = torch.empty(parts, out, columns + together, dtype=torch.float64, device=x.device)
-    grid = (-(-out // rows), -(-columns // cols), parts)
-    launch(
-        _kernels().products, grid,
-        x, d, x if scale is None else scale, found, x.shape[1], x.shape[2], x.shape[3], out, d.shape[2],
-        d.shape[3], total, share, columns, *x.stride(), *d.stride(), kernel[1], *stride, *padding, *dilation,
-        scale is not None, x.stride(1) == 1 and x.shape[1] > 1, together, rows, cols, depth, num_warps=4,
-        num_stages=3,
-    )  # fmt: skip
+    _launch_products(x, d, scale, found, share, (kernel, stride, padding, dilation), together, False)
     whole, channels = found if parts == 1 else found.sum(0), x.shape[1]
     across = columns + together
     # one view instead of a slice, a view and a permutation: small networks wait for the host
@@ -76,6 +69,53 @@ def weight_gradient(
     if not bias:
         return weight, None
     return weight, whole.as_strided((out,), (across,), columns) if together else record_sums(d.flatten(2), scale)[0]
+
+
+def gradient_squares(
+    x: Tensor, d: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """Squared norm of each record's gradient of a 2-D convolution's weight: (records,), float64; no gradient is stored.
+
+    Formal guarantees:
+        Products, squares and sums are float64, with no atomics. The gradient is that of `weight_gradient` without
+        scales but for the order of its sums. Not finite where the gradient is not.
+    """
+    x, d = _easily_read(x, d, stride)
+    tiles, share = math.prod(_tiles(d.shape[1], x.shape[1] * kernel[0] * kernel[1])), d.shape[2] * d.shape[3]
+    found = torch.empty(d.shape[0], tiles, dtype=torch.float64, device=x.device)
+    for start in range(0, d.shape[0], _MOST):
+        part, window = slice(start, start + _MOST), (kernel, stride, padding, dilation)
+        _launch_products(x[part], d[part], None, found[part], share, window, False, True)
+    return found.sum(1)
+
+
+def _easily_read(x: Tensor, d: Tensor, stride: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Both as float32 (older compilers cannot widen 16 bits here), channels last where rows are too short or too rough
+    to read well."""
+    x, d = (t if t.dtype == torch.float32 else t.float() for t in (x, d))
+    if x.shape[1] >= 16 and (d.shape[3] % 16 or tuple(stride) != (1, 1)):
+        x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))
+    return x, d
+
+
+def _tiles(outs: int, columns: int) -> tuple[int, int]:
+    """How many tiles a gradient has along both sides."""
+    return -(-outs // _tile(outs)), -(-columns // _tile(columns))
+
+
+def _launch_products(
+    x: Tensor, d: Tensor, scale: Tensor | None, found: Tensor, share: int, window: tuple[Sequence[int], ...],
+    bias: bool, squares: bool,
+) -> None:  # fmt: skip
+    kernel, stride, padding, dilation = window
+    out, columns = d.shape[1], x.shape[1] * kernel[0] * kernel[1]
+    launch(
+        _kernels().products, (*_tiles(out, columns), found.shape[0]),
+        x, d, x if scale is None else scale, found, x.shape[1], x.shape[2], x.shape[3], out, d.shape[2],
+        d.shape[3], d.shape[0] * d.shape[2] * d.shape[3], share, columns, *x.stride(), *d.stride(), kernel[1], *stride,
+        *padding, *dilation, scale is not None, x.stride(1) == 1 and x.shape[1] > 1, bias, squares, _tile(out),
+        _tile(columns), _DEPTH, num_warps=4, num_stages=3,
+    )  # fmt: skip
 
 
 def dense_gradient(

@@ -15,12 +15,12 @@ def products(
     xn, xc, xh, xw, dn, dc, dh, dw,
     KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     DIL_H: tl.constexpr, DIL_W: tl.constexpr, SCALED: tl.constexpr, CHANNELS_LAST: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    SQUARES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """out[part, o, (tap, c)] = sum over this part's (record, position) of d[record, o, position] x[record, c, window].
 
-    With BIAS, a last column holds the sums of d itself. Memory is read along its fastest dimension: positions, or
-    channels where CHANNELS_LAST.
+    With BIAS, a last column holds the sums of d itself; with SQUARES, out[part, tile] holds the sum of the squares of a
+    tile instead of the tile. Memory is read along its fastest dimension: positions, or channels where CHANNELS_LAST.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -30,12 +30,13 @@ def products(
     acc = tl.zeros((ROWS, COLS), dtype=tl.float64)
     plain = tl.zeros((ROWS, DEPTH), dtype=tl.float64)
     first = tl.program_id(2) * share
-    for start in range(first, min(first + share, total), DEPTH):
+    end = min(first + share, total)
+    for start in range(first, end, DEPTH):
         k = start + tl.arange(0, DEPTH)
         n = k // (HIGH * WIDE)
         i = k % (HIGH * WIDE) // WIDE
         j = k % WIDE
-        here = k < total
+        here = k < end
         record = n.to(tl.int64)
         if SCALED:
             s = tl.load(scale + n, mask=here, other=0.0).to(tl.float32)
@@ -63,12 +64,17 @@ def products(
         if BIAS:  # in every column tile: a branch in this loop would cost more
             plain += a.to(tl.float64)
         acc = tl.dot(a.to(tl.float64), b.to(tl.float64), acc, out_dtype=tl.float64)
-    across = columns + 1 if BIAS else columns
-    place = out + (tl.program_id(2).to(tl.int64) * outs + row) * across
-    tl.store(place[:, None] + col[None, :], acc, mask=(row < outs)[:, None] & (col < columns)[None, :])
-    if BIAS:
-        whose = tl.where(tl.program_id(1) == 0, outs, 0)
-        tl.store(place + columns, tl.sum(plain, 1), mask=row < whose)
+    if SQUARES:
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tiles = tl.num_programs(0) * tl.num_programs(1)
+        tl.store(out + tl.program_id(2).to(tl.int64) * tiles + tile, tl.sum(tl.sum(acc * acc, 1), 0))
+    else:
+        across = columns + 1 if BIAS else columns
+        place = out + (tl.program_id(2).to(tl.int64) * outs + row) * across
+        tl.store(place[:, None] + col[None, :], acc, mask=(row < outs)[:, None] & (col < columns)[None, :])
+        if BIAS:
+            whose = tl.where(tl.program_id(1) == 0, outs, 0)
+            tl.store(place + columns, tl.sum(plain, 1), mask=row < whose)
 
 
 @triton.jit
