@@ -1,12 +1,12 @@
 #!/bin/sh
 # The text study on one GPU that is there for some minutes. Before, here (encoder, tokens, packages, noise multipliers; the
 # last line is for SMOKE):
-#   for e in 3 4 6; do weightclip-study text --prepare --plan --epochs $e --prepared KEPT/prepared --runs KEPT --site runs/gpu; done
-#   weightclip-study text --prepare --plan --epochs 4 --records 8192 --prepared KEPT/prepared --runs KEPT/smoke
+#   weightclip-study text --prepare --plan --epochs 8 --prepared KEPT/prepared --runs KEPT --site runs/gpu
+#   weightclip-study text --prepare --plan --epochs 2 --records 8192 --prepared KEPT/prepared --runs KEPT/smoke
 # Then, on the machine, from the root of the checkout, as often as there is time:
 #   SMOKE=1 sh studies/benchmarks/text.sh                      half a minute: the whole plan in a tiny form; keeps nothing
 #   sh studies/benchmarks/text.sh --timing                     times of all methods, with nothing else on the GPU
-#   sh studies/benchmarks/text.sh --epochs 4                   rows, an audit, recipes: the most important first
+#   sh studies/benchmarks/text.sh                              rows, recipes, an audit: the most important first
 # All that has to come back is OUT/text-trials.jsonl: put it in the place of KEPT/trials.jsonl, and nothing in it is run
 # again. Tables are made from it by --within 0. Further words are options of `weightclip-study text`.
 set -eu
@@ -20,7 +20,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 if [ "${SMOKE:-}" ]; then
     python3 studies/benchmarks/need.py torch numpy scipy sklearn safetensors dp_accounting opacus typer rich
     KEPT=$KEPT/smoke
-    set -- --records 8192 --epochs 4 --seeds 1 "$@"
+    set -- --records 8192 --epochs 2 --seeds 1 "$@"
 else
     touch "$OUT/text-trials.jsonl"
     if [ -f "$KEPT/trials.jsonl" ] && [ ! -s "$OUT/text-trials.jsonl" ]; then cp "$KEPT/trials.jsonl" "$OUT/text-trials.jsonl"; fi

@@ -164,7 +164,18 @@ def test_every_private_method_has_as_many_trials(data, tmp_path):
     study = Study(data, tmp_path / "runs")
     for part in PARTS:
         tried = {len(study.grid(part, method)) for method in METHODS if method != "non-private"}
-        assert tried == {{"head": 5, "lora": 3, "last": 2, "full": 2}[part.name]}
+        assert tried == {{"head": 5, "lora": 1, "last": 2, "full": 2}[part.name]}
+        passes = {m: {settings.epochs for settings in study.grid(part, m)} for m in ("cap", "opacus", "non-private")}
+        assert passes["cap"] == passes["opacus"] == {8 if part.name in ("head", "lora") else 4}
+        assert passes["non-private"] == {8 if part.name == "head" else 4}
+
+
+def test_one_setting_is_not_tried_on_dev(data, tmp_path):
+    study = Study(data, tmp_path / "runs", epochs=1, batch=64, length=12, records=64)
+    study.noise.values[study.noise._key(8.0, 64, 64, 1)] = 0.5
+    row = study.row(Lora(2), "cap", 8.0, 1, lambda line: None)
+    assert row is not None and row["dev"] == "" and row["steps"] == 1
+    assert len((tmp_path / "runs" / "trials.jsonl").read_text().splitlines()) == 1
 
 
 def test_time_is_measured_apart(data, tmp_path, monkeypatch):

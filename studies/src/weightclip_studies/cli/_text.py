@@ -20,7 +20,7 @@ def text(
     ] = None,
     epsilon: Annotated[list[float] | None, typer.Option(help="privacy budget (repeatable; default 8, 3, 1)")] = None,
     seeds: Annotated[int, typer.Option(help="runs of the chosen settings on the test part", min=1)] = 5,
-    epochs: Annotated[int, typer.Option(help="passes over the data", min=1)] = 6,
+    epochs: Annotated[int, typer.Option(help="passes over the data (half for large parts and ceilings)", min=1)] = 8,
     batch: Annotated[int, typer.Option(help="expected batch size", min=1)] = 4096,
     piece: Annotated[int | None, typer.Option(help="records of a physical batch", min=1)] = None,
     length: Annotated[int, typer.Option(help="tokens read of a training sentence", min=8, max=64)] = 32,

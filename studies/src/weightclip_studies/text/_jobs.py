@@ -16,6 +16,7 @@ COLUMNS: tuple[str, ...] = (
     "part", "method", "epsilon", "delta", "accountant", "seeds", "median", "sem", "seconds", "ratio", "peak_gib",
     "device", "steps", "batch", "rate", "clip", "dev",
 )  # fmt: skip
+_SAME = "part", "method", "epsilon"  # by which a row is known
 _here: Study | None = None  # the study of a worker
 
 
@@ -56,7 +57,7 @@ def _work(trial: Trial) -> Line | None:
 
 def write(
     path: Path, rows: Sequence[Line], columns: Sequence[str] = COLUMNS,
-    same: Sequence[str] = ("part", "method", "epsilon", "device"),
+    same: Sequence[str] = _SAME,
     arranged: Callable[[list[Line]], list[Line]] | None = None,
 ) -> None:  # fmt: skip
     """A table as a file; rows that are there already are replaced.
@@ -79,3 +80,12 @@ def write(
         writer.writeheader()
         both = [*kept, *rows]
         writer.writerows(sorted(both, key=lambda r: [str(r[k]) for k in same]) if arranged is None else arranged(both))
+
+
+def seeds_of(path: Path, row: Line) -> int:
+    """Seeds of the row that `write` would replace; 0 where there is none."""
+    if not path.exists():
+        return 0
+    with path.open(newline="") as file:
+        found = [int(old["seeds"]) for old in csv.DictReader(file) if all(old[k] == str(row[k]) for k in _SAME)]
+    return max(found, default=0)

@@ -66,32 +66,29 @@ def plan(lora: Lora, last: Last, full: Full) -> tuple[Stage, ...]:
         return Rows(((part, "non-private", None),), most)
 
     return (
-        rows(lora, [8.0, 3.0, 1.0], main),
-        Audit(lora, "cap", 8.0, 4000),
+        rows(lora, [8.0], main),
         ceiling(lora),
-        rows(full, [8.0], main, 3),
-        rows(last, [8.0], main, 3),
-        rows(lora, [8.0], other, 3),
-        ceiling(full, 3),
-        ceiling(last, 3),
-        rows(last, [8.0], main),
-        rows(full, [8.0], main),
-        rows(lora, [8.0], other),
-        ceiling(last),
         ceiling(full),
+        ceiling(last),
+        rows(last, [8.0], main),
+        rows(full, [8.0], main, 3),
+        rows(lora, [8.0], other),
+        rows(full, [8.0], main),
+        rows(lora, [3.0, 1.0], main),
+        Recipes(tuple(RECIPES), 8.0, lora),
+        Audit(lora, "cap", 8.0, 4000),
         rows(last, [3.0, 1.0], main),
         rows(lora, [3.0, 1.0], other),
         rows(full, [3.0, 1.0], main),
         rows(last, [8.0], other),
         rows(full, [8.0], other),
-        Recipes(tuple(RECIPES), 8.0, lora),
     )
 
 
 def timings(lora: Lora, last: Last, full: Full) -> tuple[Stage, ...]:
     """What is timed beside the plan, on a device that does nothing else meanwhile; the most important first."""
-    methods = ("cap", "non-private", "opacus", "factors", "quantiles")
-    return Timing(lora, methods), Timing(full, methods), Timing(last, methods)
+    main = ("cap", "non-private", "opacus")
+    return Timing(lora, (*main, "factors", "quantiles")), Timing(full, main), Timing(last, main)
 
 
 def calibrate(study: Study, stages: Sequence[Stage]) -> Iterator[float]:
@@ -106,4 +103,4 @@ def calibrate(study: Study, stages: Sequence[Stage]) -> Iterator[float]:
                 for group in trials(study, name, stage.epsilon, stage.part):
                     yield study.sigma(group[0].settings, stage.epsilon)
         elif isinstance(stage, Audit):
-            yield Canaries(stage.canaries).sigma(study, study.grid(stage.part, stage.method)[1], stage.epsilon)
+            yield Canaries(stage.canaries).sigma(study, study.grid(stage.part, stage.method)[:2][-1], stage.epsilon)

@@ -17,7 +17,7 @@ from weightclip_studies.text._study import CLIPS, Line, Study, Told, Trial
 COLUMNS = ("recipe", "part", "method", "epsilon", "delta", "seeds", "rate", "dev", "sem", "above_plain", "steps",
            "batch", "device")  # fmt: skip
 _SEEDS = (1000, 1001)
-_RATES = {"head": (0.3, 1.0), "lora": (5e-3, 1e-2)}
+_RATES = {"head": (0.3, 1.0), "lora": (1e-2,)}
 _METHOD = "cap"
 
 
@@ -70,8 +70,9 @@ def recipes_of(part: Part) -> tuple[str, ...]:
 def trials(study: Study, name: str, epsilon: float, part: Part) -> list[list[Trial]]:
     """Runs of a recipe: as many for each, a list for every learning rate."""
     tried = RECIPES[name]
+    passes = study.epochs if part.name == "head" else max(1, study.epochs // 2)
     settings = Settings(
-        _METHOD, 1.0, CLIPS[_METHOD], study.batch * tried.batch, study.epochs * tried.epochs, tried.averaging,
+        _METHOD, 1.0, CLIPS[_METHOD], study.batch * tried.batch, passes * tried.epochs, tried.averaging,
         tried.recipe,
     )  # fmt: skip
     rated = [replace(settings, rate=rate / tried.slower) for rate in _RATES[part.name]]

@@ -17,11 +17,10 @@ import torch
 from weightclip.errors import WeightclipError
 from weightclip_studies.text._canaries import Canaries
 from weightclip_studies.text._figure import figure
-from weightclip_studies.text._jobs import Jobs, write
+from weightclip_studies.text._jobs import Jobs, seeds_of, write
 from weightclip_studies.text._networks import Part
 from weightclip_studies.text._plan import Audit, Recipes, Rows, Stage, Timing, calibrate
 from weightclip_studies.text._recipes import recipe_row, write_recipes
-from weightclip_studies.text._settings import Settings
 from weightclip_studies.text._study import Line, Study, Told
 
 
@@ -112,14 +111,15 @@ class Runner:
         self.told(f"{part.name} {method}: {told}")
 
     def _foretell(self, part: Part) -> None:
-        """How long the main rows of a part take for each pass over the data, from which the passes can be chosen."""
+        """How long the main rows of a part take."""
         study, found = self.study, []
         for method in ("cap", "opacus"):
             entry = study.timed(part, method)
-            runs = len(study.grid(part, method)) + 3 * self.seeds
+            tried = len(study.grid(part, method))
+            runs = (tried if tried > 1 else 0) + 3 * self.seeds
             found.append(float("nan") if entry is None else runs * entry["seconds"])
-        steps = Settings("cap", 1.0, batch=study.batch, epochs=1).steps(study.size)
-        self.told(f"{part.name}: cap and opacus at three budgets take {steps * sum(found):.0f} s for each of --epochs")
+        steps = study.passes(part, "cap") * max(1, round(study.size / study.batch))
+        self.told(f"{part.name}: cap and opacus at three budgets take {steps * sum(found):.0f} s")
 
     def _keep(self, row: Line | None, keep: Callable[[Line], None]) -> None:
         with self._lock:
@@ -136,7 +136,11 @@ class Runner:
             self.told(f"failed: {type(error).__name__}: {error}")
 
     def _table(self, row: Line) -> None:
-        write(self.out, [row])
+        """Write the row, unless the file has it with more seeds: an earlier one stays until a new one is as sure."""
+        if row["seeds"] < seeds_of(self.out, row):
+            self.told(f"{row['part']} {row['method']} {row['epsilon']}: {row['seeds']} seeds only, left as it was")
+        else:
+            write(self.out, [row])
 
     def _again(self, timing: Timing) -> None:
         """Rows that are there already, with the times that are known now."""
@@ -147,7 +151,7 @@ class Runner:
                 self._keep(row, self._table)
 
     def _audit(self, stage: Audit) -> None:
-        settings = self.study.grid(stage.part, stage.method)[1]
+        settings = self.study.grid(stage.part, stage.method)[:2][-1]
         found = Canaries(stage.canaries).kept(self.study, stage.part, settings, stage.epsilon)
         if found is None:
             self.told(f"{stage.part.name} {stage.method}: not audited")
