@@ -11,6 +11,8 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "weightclip"
 STUDIES = Path(__file__).parents[1] / "studies" / "src" / "weightclip_studies"
 COMMON = {"errors", "_torch", "_device"}  # common ground: no room, imported by all of them
+# names of torch and of Python that something of ours has too; the mark of our hooks, which common ground reads
+OTHERS = {"_parameters", "_modules", "_replace", "_weightclip"}
 DOOR = ""
 
 
@@ -55,6 +57,44 @@ def is_private(module: str, name: str) -> bool:
     return any(part.startswith("_") and part != "__version__" for part in [*module.split("."), name] if part)
 
 
+def defined(tree: ast.AST) -> set[str]:
+    """Private names that a file gives to something of its own."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _mine(node.value):
+            found.add(node.attr)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def _mine(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def foreign(tree: ast.AST, own: set[str], ours: set[str]) -> list[str]:
+    """Private attributes of ours that are not ``own`` and are looked up on anything but self."""
+    looked_up = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and not _mine(n.value))
+    return [f"{n.lineno}: {ast.unparse(n)}" for n in looked_up if n.attr in ours - own - OTHERS]
+
+
+def modules() -> dict[str, set[str]]:
+    """File -> files that it imports when it runs, late imports included; not what only type checkers read."""
+    paths = {".".join(("weightclip", *p.relative_to(SOURCE).with_suffix("").parts)): p for p in SOURCE.rglob("*.py")}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    found: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        checks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+        skipped = {id(n) for check in checks for n in ast.walk(check)}
+        taken = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and id(n) not in skipped]
+        places = {(n.module or "", f"{n.module}.{alias.name}") for n in taken for alias in n.names}
+        found[name] = {full if full in paths else module for module, full in places if module in paths}
+    return found
+
+
 def edges() -> dict[str, set[str]]:
     """Room -> rooms that it imports."""
     found: dict[str, set[str]] = {}
@@ -91,6 +131,21 @@ def test_no_room_reaches_into_another():
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_room_looks_up_private_attributes_of_another():
+    trees = [(room, path, ast.parse(path.read_text(encoding="utf-8"))) for room, path in files()]
+    own: dict[str, set[str]] = {}
+    for room, _, tree in trees:
+        own.setdefault(room, set()).update(defined(tree))
+    ours = set().union(*own.values())
+    wrong = [f"{path.relative_to(SOURCE)}:{where}" for room, path, tree in trees if room not in COMMON
+             for where in foreign(tree, own[room], ours)]  # fmt: skip
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    assert len(modules()) > 100 and not cycles(modules()), sorted(map(sorted, cycles(modules())))
+
+
 def test_there_are_no_cycles_between_rooms():
     assert not cycles(edges()), sorted(map(sorted, cycles(edges())))
 
@@ -103,6 +158,13 @@ def test_common_ground_imports_no_room():
 def test_the_studies_are_not_imported():
     for _, path in files():
         assert "weightclip_studies" not in path.read_text(encoding="utf-8").replace("`weightclip_studies", ""), path
+
+
+def test_examples_import_nothing_of_the_studies():
+    examples = sorted(Path(__file__).parents[1].glob("examples/*.py"))
+    found = {n.module or "" for path in examples for n in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+             if isinstance(n, ast.ImportFrom)}  # fmt: skip
+    assert "torch.utils.data" in found and not [module for module in found if module.startswith("weightclip_studies")]
 
 
 def test_the_door_opens_on_rooms_only():
@@ -120,6 +182,8 @@ def test_every_room_says_what_it_is_for_and_who_may_import_it(room):
 
 def test_the_checks_can_fail():
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}}) and not cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+    tree = ast.parse("self._a = other._b + other._a + self._b + x._parameters")
+    assert foreign(tree, defined(tree), {"_a", "_b", "_parameters"}) == ["1: other._b"]
     assert is_private("noise._release", "Release") and is_private("noise", "_x") and not is_private("noise", "Release")
     found = set(imports(SOURCE / "__init__.py"))
     assert ("engine", "PrivacyEngine") in found and ("nn", "") in found

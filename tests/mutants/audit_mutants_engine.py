@@ -174,14 +174,14 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("users counted instead of edges", "bounds", SHARED)
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = certificate.Plan._backward
+    original = certificate.Plan.backward
 
     def users(self: Any, gain: Any) -> Any:
         kept = [tuple(0.0 if e in node.edges[:i] else g for i, (e, g) in enumerate(zip(node.edges, gs, strict=True)))
                 for node, gs in zip(self.graph.nodes, gain, strict=True)]  # fmt: skip
         return original(self, kept)
 
-    patch.setattr(certificate.Plan, "_backward", users)
+    patch.setattr(certificate.Plan, "backward", users)
 
 
 @mutant("several uses of a layer counted once", "bounds", SHARED)

@@ -21,7 +21,7 @@ from weightclip.audit._subject import TOLERANCE, AuditRun, Records, Subject, fro
 from weightclip.certificate import Bounds
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import WeightclipError
-from weightclip.factors import BOUND, CAP
+from weightclip.factors import products_as_gradients
 from weightclip.losses import BCEWithLogits, CrossEntropy, Loss, MultiMargin
 
 Evaluate = Callable[[Records], tuple[dict[str, float], float]]
@@ -97,9 +97,7 @@ def falsify(
         bounds = _separate(subject.bounds, list(engine.plan.layers))
         searched = replace(subject, bounds=bounds, physical=None).start(ordinary, 0.0, rate=1.0).engine
         confirm = through_engine(subject)
-    elif any(
-        e.uses > 1 and not e.layer._wc_flags & BOUND for e in engine.training.collector.entries
-    ):  # uses share one cap
+    elif any(e.uses > 1 and not e.certified() for e in engine.training.collector.entries):  # uses share one cap
         confirm = through_engine(subject)
     with torch.random.fork_rng(devices=[]), opened(searched):
         torch.manual_seed(seed)
@@ -133,17 +131,12 @@ def opened(engine: PrivacyEngine) -> Iterator[None]:
     """
     gate, entries = engine.training.gate, engine.training.collector.entries
     layers = [layer for entry in entries for layer in (entry.layer, *entry.tied)]
-    before, flags = gate.owner, [layer._wc_flags for layer in layers]
-    gate.owner = None
-    for layer in layers:
-        layer._wc_sink.on = False
-        layer._wc_flags &= ~(CAP | BOUND) if layer._wc_flags & BOUND else -1
+    before, gate.owner = gate.owner, None
     try:
-        yield
+        with products_as_gradients(layers):
+            yield
     finally:
         gate.owner = before
-        for layer, flag in zip(layers, flags, strict=True):
-            layer._wc_sink.on, layer._wc_flags = True, flag
 
 
 def _separate(bounds: Bounds, layers: list[str]) -> Bounds:

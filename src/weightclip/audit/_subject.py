@@ -137,7 +137,7 @@ class AuditRun:
         # gradients of effective weights as they are released, before they are pulled back to the parameters
         release.blocks = [replace(b, pull_back=None) for b in release.blocks]
         self._quantiles = self.engine.training.quantiles
-        self._limits = [] if self._quantiles is None else [m._wc_limits for m in self._quantiles.modules.values()]
+        self._limits = [] if self._quantiles is None else self._quantiles.limits()
         self._batches = self._endless()
 
     def _endless(self) -> Iterator[Any]:

@@ -126,15 +126,15 @@ class Plan(AnyPlan):
             numerics: How the passes round.
             known: Certified l2 gains by path that need not be recomputed (weights unchanged since, or drift added).
         """
-        gains, outputs = self._forward(numerics, known or {})
-        cotangents = self._backward(gains)
+        gains, outputs = self.forward(numerics, known or {})
+        cotangents = self.backward(gains)
         found = {path: self._layer(path, uses, gains, outputs, cotangents) for path, uses in self.layers.items()}
         if not self._checked:  # which bounds exist does not change with the weights
             self._refuse_overflow(outputs)
             self._checked = True
         return found
 
-    def _forward(self, numerics: Numerics, known: Mapping[str, Scalar]):
+    def forward(self, numerics: Numerics, known: Mapping[str, Scalar]):
         """Per node: the gain of each edge (chain exponent), and an l2 bound of its output, as enforced."""
         nodes, p = self.graph.nodes, self.bounds.p
         half = 1.0 if numerics.weights.itemsize >= 4 else 1 + numerics.operand  # activations and cotangents round too
@@ -149,7 +149,7 @@ class Plan(AnyPlan):
                 outputs.append(self._entries[i])
                 gains.append(())
                 continue
-            inputs = self._inputs(i, outputs)
+            inputs = self.inputs(i, outputs)
             if node.rule is not None:
                 chain, forward = self._static[i]
                 gains.append(chain.gains if half == 1 else tuple(times(g, half) for g in chain.gains))
@@ -173,7 +173,7 @@ class Plan(AnyPlan):
         found = known.get(self.graph.nodes[index].op.path)
         return found if index in self._like_first or (isinstance(found, float) and math.isinf(found)) else None
 
-    def _inputs(self, index: int, outputs: list[Scalar]) -> list[Scalar]:
+    def inputs(self, index: int, outputs: list[Scalar]) -> list[Scalar]:
         """l2 bounds of a node's inputs, after the projection its module may have.
 
         That projection has gain 1 in the chain: for p = 1 and inf its scale is detached (``InputProjection``).
@@ -208,7 +208,7 @@ class Plan(AnyPlan):
                     f"Fix: set input_radius, or cotangent_radius for '{path}'."
                 )
 
-    def _backward(self, gains: list[tuple[Scalar, ...]]) -> list[Scalar]:
+    def backward(self, gains: list[tuple[Scalar, ...]]) -> list[Scalar]:
         """L at each node: the sum over its outgoing edges of L_u c_edge (edges, not users)."""
         bound: list[Scalar] = [0.0] * len(self.graph.nodes)
         bound[self.graph.output] = self.loss_bound
@@ -228,7 +228,7 @@ class Plan(AnyPlan):
         for i in uses:
             node = self.graph.nodes[i]
             assert node.layer is not None and node.op.module is not None
-            x = self._inputs(i, outputs)[0]
+            x = self.inputs(i, outputs)[0]
             module, op = node.op.module, node.op
             a2 = node.layer.factor(module, op, x, beta, 2)
             ap = a2 if p == 2 else node.layer.factor(module, op, x, beta, p)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,11 +58,6 @@ class Shards:
         if not all(hasattr(p, "to_local") for p in parameters):
             raise ContractError("a forward pass of the sharded model failed: run model(x) by itself to see how.")
         return [Rows(self.ranks, p) for p in parameters]
-
-    def introduce(self, layers: Iterable[Any]) -> None:
-        """Private layers learn what stands in the places of their parameters while they run."""
-        for layer in layers:
-            layer._wc_sink.know([self.twins[id(p)] for p in layer.parameters(recurse=False)])
 
     def everywhere(self, holds: bool) -> bool:
         """Whether something holds on every rank."""

@@ -152,7 +152,7 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
         engine.steps = max(engine.steps, ledger["steps"])  # releases made beyond the checkpoint stay charged
         engine.uncounted = True
     if exact:  # nothing was released after these draws, or the same will be
-        engine.loader.draws, engine.loader._unfinished = ledger["draws"], None
+        engine.loader.rewind(ledger["draws"])
     else:
         engine.loader.load_state_dict({"draws": ledger["draws"]})
     engine.streams, engine.loader.streams, engine.resumed = streams, streams, resumed

@@ -82,7 +82,7 @@ def settings_digest(engine: PrivacyEngine) -> bytes:
     """
     release, model = engine.training.release, engine.training.model
     texts = [
-        engine.noise_multiplier, engine.loader.sample_rate, engine.expected_batch_size, engine.loader._cutter,
+        engine.noise_multiplier, engine.loader.sample_rate, engine.expected_batch_size, engine.loader.cutter,
         engine.views, release.grid, engine.bounds, engine.criterion.loss, release.allocation, release.knorm,
         engine.adjacency, engine.accountant, engine.budget, *([] if release.exact is None else ["exact sums"]),
     ]  # fmt: skip

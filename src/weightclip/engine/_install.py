@@ -26,7 +26,7 @@ from weightclip.engine._independence import (
     refuse_mixing,
 )
 from weightclip.errors import CertificationError, ContractError
-from weightclip.factors import BOUND, Collector, Entry, Limits, make_layer_plain, make_layer_private
+from weightclip.factors import Collector, Entry, Limits, know_parameters, make_layer_plain, make_layer_private
 from weightclip.noise import Quantiles, sum_slack
 from weightclip.sampling import ForwardRandomness
 
@@ -84,7 +84,8 @@ def install(t: Training) -> None:
         measure = t.plan.measure(path, t.release.knorm) if bound else None
         t.collector.enter(Entry.of(layers[0], places, 1, joint, measure, layers[1:]))
         if t.engine.shards is not None:
-            t.engine.shards.introduce(layers)
+            for layer in layers:
+                know_parameters(layer, (t.engine.shards.twins[id(p)] for p in layer.parameters(recurse=False)))
     t.entrance = Entrance(t.call, t.plan.graph is not None, t.collector.anchor)
     if t.plan.graph is not None:
         t.entrance.look = functools.partial(look, weakref.ref(t))
@@ -270,7 +271,7 @@ def size_up(t: Training) -> None:
     t.sensitivity.forget()
     if t.engine.bounds.adaptive is not None and t.quantiles is None:
         _adapt(t, t.engine.bounds.adaptive)
-    moving = [e.joint is None and (bool(e.layer._wc_flags & BOUND) or t.quantiles is None) for e in entries]
+    moving = [e.joint is None and (e.certified() or t.quantiles is None) for e in entries]
     t.limits = Limits([entry.layer for entry in entries], moving, shares)
     t.sized = True
 

@@ -28,10 +28,15 @@ from weightclip.factors._record_norms import Geometry as Geometry
 from weightclip.factors._record_norms import conv_record_norm as conv_record_norm
 from weightclip.factors._register import Products as Products
 from weightclip.factors._register import register_layer as register_layer
+from weightclip.factors._swap import count_into as count_into
 from weightclip.factors._swap import families as families
 from weightclip.factors._swap import is_private as is_private
+from weightclip.factors._swap import know_parameters as know_parameters
+from weightclip.factors._swap import limits_of as limits_of
+from weightclip.factors._swap import limits_set as limits_set
 from weightclip.factors._swap import make_layer_plain as make_layer_plain
 from weightclip.factors._swap import make_layer_private as make_layer_private
+from weightclip.factors._swap import products_as_gradients as products_as_gradients
 from weightclip.factors._swap import trained as trained
 from weightclip.factors.kernels._tiles import tile_additions as tile_additions
 from weightclip.factors.kernels._tiles import tile_group as tile_group

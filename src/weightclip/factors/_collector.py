@@ -93,6 +93,10 @@ class Entry:
         flags = self.layer._wc_flags
         return bool(flags & CAP) and not flags & (BOUND | RADIUS | COTANGENT) and self.layer._wc_counter is None
 
+    def certified(self) -> bool:
+        """Whether its cap is a certified bound."""
+        return bool(self.layer._wc_flags & BOUND)
+
     def waits(self) -> bool:
         """Whether the limit is on all uses together, known when the pass is over."""
         return self.joint is not None or (self.uses != 1 and self.capped())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -280,10 +280,6 @@ class Sink:
         self.parts: dict[Any, Any] = {}  # of a layer with several products, by what tells them apart
         self.attach: Callable[[Any], Sink] | None = None  # gives one more part its way to the collector
         _sinks[self.key] = self
-
-    def know(self, weights: Iterable[Tensor]) -> None:
-        """These stand in the places of the layer's parameters while it runs (``fully_shard``), and nothing else."""
-        self.weights = {id(p): -1 for p in weights}
 
     def check(self, weight: Tensor) -> None:
         """Only the parameter itself may be multiplied with inputs here, not a multiple of it."""

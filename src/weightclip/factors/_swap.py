@@ -7,8 +7,9 @@ every record has a copy of (:mod:`weightclip.factors._copies`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -175,6 +176,40 @@ def make_layer_plain(module: nn.Module) -> None:
             module.__dict__.pop(name, None)
         del module._wc_token
         module.__class__ = native  # type: ignore[assignment]
+
+
+def limits_of(layer: Any) -> Tensor:
+    """Limits in force of a private layer: radius, cotangent, cap. They may move: read them anew."""
+    return layer._wc_limits
+
+
+def limits_set(layer: Any) -> list[int]:
+    """Places in :func:`limits_of` of the limits that were asked for, a certified bound not among them."""
+    return [i for i in range(3) if layer._wc_flags & (1 << i) and not (i == 2 and layer._wc_flags & BOUND)]
+
+
+def count_into(layer: Any, counter: Any) -> None:
+    """Let a layer count how many records its limits change."""
+    layer._wc_counter = counter
+
+
+def know_parameters(layer: Any, tensors: Iterable[Tensor]) -> None:
+    """These stand in the places of the layer's parameters while it runs (``fully_shard``), and nothing else."""
+    layer._wc_sink.weights = {id(p): -1 for p in tensors}
+
+
+@contextlib.contextmanager
+def products_as_gradients(layers: Iterable[Any]) -> Iterator[None]:
+    """Inside, layers give their products to autograd, without limits that stand for certified bounds (for audits)."""
+    before = [(layer, layer._wc_flags) for layer in layers]
+    for layer, flags in before:
+        layer._wc_sink.on = False
+        layer._wc_flags &= ~(CAP | BOUND) if flags & BOUND else -1
+    try:
+        yield
+    finally:
+        for layer, flags in before:
+            layer._wc_sink.on, layer._wc_flags = True, flags
 
 
 def is_private(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weightclip.certificate import Adaptive
 from weightclip.errors import WeightclipError
-from weightclip.factors import BOUND
+from weightclip.factors import count_into, limits_of, limits_set
 from weightclip.noise._mechanisms import quantile_adjusted_sigma
 from weightclip.noise._streams import Streams
 
@@ -76,12 +76,13 @@ class Quantiles:
         self.settings, self.batch = settings, batch
         self.sigma_b = settings.noise if settings.noise is not None else batch / 20
         self.queries: list[tuple[str, int]] = []
-        self.modules: dict[str, Any] = {}
-        for path, (module, uses) in layers.items():
-            layer: Any = module
-            enforced = [i for i in range(3) if layer._wc_flags & (1 << i) and not (i == 2 and layer._wc_flags & BOUND)]
+        self.modules: dict[str, nn.Module] = {}
+        self.counters: dict[str, Counter] = {}
+        for path, (layer, uses) in layers.items():
+            enforced = limits_set(layer)
             if enforced:
-                layer._wc_counter = Counter(uses, views, layer._wc_limits.device)
+                self.counters[path] = Counter(uses, views, limits_of(layer).device)
+                count_into(layer, self.counters[path])
                 self.modules[path] = layer
                 self.queries += [(path, i) for i in enforced]
         if not self.queries:
@@ -93,29 +94,29 @@ class Quantiles:
 
     def clear(self) -> None:
         """Forget the counts of an abandoned draw."""
-        for module in self.modules.values():
-            module._wc_counter.sums.zero_()
+        for counter in self.counters.values():
+            counter.sums.zero_()
 
     @torch.no_grad()
     def release(self, streams: Streams, step: int) -> None:
         """Answer every query with noise and move the limits."""
-        sums = torch.stack([self.modules[path]._wc_counter.sums[i] for path, i in self.queries])
+        sums = torch.stack([self.counters[path].sums[i] for path, i in self.queries])
         if self.noisy:
             sums = sums + self.sigma_b * streams.normal_(torch.empty_like(sums), QUANTILES, step)
         share = sums / self.batch + 0.5
         moves = torch.exp(-self.settings.rate * (share - self.settings.quantile))
         for (path, i), move in zip(self.queries, moves.unbind(), strict=True):
-            limit = self.modules[path]._wc_limits[i]
+            limit = limits_of(self.modules[path])[i]
             limit.copy_((limit * move).clamp(_LOWEST, _HIGHEST))
         self.clear()
 
     def counts(self) -> list[Tensor]:
         """The counts of the present draw."""
-        return [module._wc_counter.sums for module in self.modules.values()]
+        return [counter.sums for counter in self.counters.values()]
 
     def limits(self) -> list[Tensor]:
         """The limits in force."""
-        return [module._wc_limits for module in self.modules.values()]
+        return [limits_of(module) for module in self.modules.values()]
 
     def tensors(self) -> list[Tensor]:
         """Counts and limits."""
@@ -126,23 +127,23 @@ class Quantiles:
         index = FIELDS.index(field)
         if (path, index) not in self.queries:
             return None
-        value = self.modules[path]._wc_limits[index].double()
+        value = limits_of(self.modules[path])[index].double()
         return float(value) if value.device.type == "cpu" else value
 
     def state(self) -> dict[str, list[float]]:
         """The limits, JSON-ready: released values."""
-        return {path: module._wc_limits.tolist() for path, module in self.modules.items()}
+        return {path: limits_of(module).tolist() for path, module in self.modules.items()}
 
     def load_state(self, state: Mapping[str, list[float]]) -> None:
         """Limits of a saved run."""
         for path, values in state.items():
             if path in self.modules:
-                limits = self.modules[path]._wc_limits
+                limits = limits_of(self.modules[path])
                 limits.copy_(torch.tensor(values, dtype=limits.dtype))
 
     def report(self) -> dict[str, Any]:
         """What :meth:`weightclip.PrivacyEngine.report` says about it."""
-        limits = {f"{path}.{FIELDS[i]}": float(self.modules[path]._wc_limits[i]) for path, i in self.queries}
+        limits = {f"{path}.{FIELDS[i]}": float(limits_of(self.modules[path])[i]) for path, i in self.queries}
         return {"quantile": self.settings.quantile, "rate": self.settings.rate, "noise": self.sigma_b,
                 "queries_per_step": len(self.queries), "gradient_multiplier": self.gradient_sigma,
                 "limits": limits}  # fmt: skip

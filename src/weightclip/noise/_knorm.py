@@ -72,8 +72,8 @@ class Entrywise:
         if self.p == 2:
             return dict(evaluations)
         first, second = self.chains(plan)
-        gains, outputs = first._forward(numerics, {})
-        ones, tops = first._backward(gains), second._backward(second._forward(numerics, {})[0])
+        gains, outputs = first.forward(numerics, {})
+        ones, tops = first.backward(gains), second.backward(second.forward(numerics, {})[0])
         result = {}
         for path, uses in plan.layers.items():
             own: Scalar = 0.0
@@ -95,7 +95,7 @@ class Entrywise:
         assert module is not None
         room = 1 + (math.prod(op.out_shape) + math.prod(op.shapes[0]) + 64) * _U  # norms and scales are float32
         beta = (plan.bounds.of("bias_scale", path) or 1.0) if _trains_bias(module) else 0.0
-        x = plan._inputs(index, outputs)[0]
+        x = plan.inputs(index, outputs)[0]
         radius, cotangent = plan.limit("layer_radius", path), plan.limit("cotangent_radius", path)
         if radius is not None:
             x = least(x, times(room, radius))

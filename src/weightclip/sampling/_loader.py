@@ -128,7 +128,7 @@ class PoissonLoader:
         most = n if q == 1.0 else self.b_max
         rows = share.rounds(most) if strict and size is None else size
         self.piece_size = size
-        self._cutter = Cutter(rows, 1 if rows is None else -(-most // rows), strict, share.ranks)
+        self.cutter = Cutter(rows, 1 if rows is None else -(-most // rows), strict, share.ranks)
         self._share = share
         self.streams = streams
         self._steps_left = steps_left
@@ -147,7 +147,7 @@ class PoissonLoader:
     @property
     def strict(self) -> bool:
         """Whether all pieces have one public shape and records take secret places in them."""
-        return self._cutter.shuffled
+        return self.cutter.shuffled
 
     @property
     def pieces(self) -> int:
@@ -157,7 +157,7 @@ class PoissonLoader:
     @property
     def pieces_of_all(self) -> int:
         """Physical batches of every draw in all processes together."""
-        return self._cutter.pieces_of(0)
+        return self.cutter.pieces_of(0)
 
     def __iter__(self) -> Iterator[Any]:
         mine, self._pass = object(), None
@@ -201,6 +201,10 @@ class PoissonLoader:
             raise WeightclipError(f"loader state needs a count 'draws' >= 0, got {draws!r}")
         self.draws, self._unfinished = max(draws, self.state_dict()["draws"]), None
 
+    def rewind(self, draws: int) -> None:
+        """Continue with this draw, of which nothing was released, or the same will be: for exact resumption."""
+        self.draws, self._unfinished = draws, None
+
     def indices(self, draw: int) -> np.ndarray:
         """The record numbers of a draw; they are as private as the records themselves."""
         if self.sample_rate == 1.0:
@@ -212,8 +216,8 @@ class PoissonLoader:
             # With q = 1 a draw is 0, ..., n - 1, which is counted off piece by piece and never held as a whole.
             drawn = None if self.sample_rate == 1.0 else self.indices(t)
             total = self._n if drawn is None else drawn.size
-            rng = self.streams.numpy(SLOTS, t) if self._cutter.shuffled else None
-            yield from self._share.of(self._cutter.cut(t, drawn, total, rng))
+            rng = self.streams.numpy(SLOTS, t) if self.cutter.shuffled else None
+            yield from self._share.of(self.cutter.cut(t, drawn, total, rng))
 
     def _batches(self, pieces: Iterator[Piece]) -> Iterator[tuple[int, Any]]:
         """Batches in the order of `pieces`, padded, each with the number of records found in it."""
@@ -227,7 +231,7 @@ class PoissonLoader:
     @property
     def _rows(self) -> int | None:
         """Rows of every piece; None where a piece has as many as it has records."""
-        return self._cutter.size if self._cutter.shuffled else None
+        return self.cutter.size if self.cutter.shuffled else None
 
     def _look_up(self, piece: Piece) -> tuple[int, Any]:
         assert self._gather is not None

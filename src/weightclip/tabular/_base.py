@@ -212,7 +212,7 @@ class LipDP(BaseEstimator):
     def feature_importances_(self) -> np.ndarray:
         """Share of each column in what the model does, from the released model alone: costs nothing."""
         check_is_fitted(self)
-        return shares(self)
+        return shares(self.model_, self._names)
 
     def to_torch(self):
         """The network as a plain ``torch.nn.Module`` on encoded features (see `encode`)."""

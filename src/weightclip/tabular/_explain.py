@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,11 +123,11 @@ def permuted(model: Model, values: np.ndarray, y: np.ndarray, repeats: int, seed
     return Importances(names, tuple(map(float, np.mean(falls, 1))), tuple(map(float, np.std(falls, 1))), measure)
 
 
-def shares(estimator: Any) -> np.ndarray:
+def shares(model: Model, inputs: Sequence[str]) -> np.ndarray:
     """`model_importances` as shares of one, for every column that `fit` saw: 0 for those it ignored."""
-    found = model_importances(estimator.model_)
+    found = model_importances(model)
     by_name = dict(zip(found.names, found.mean, strict=True))
-    effects = np.array([by_name.get(name, 0.0) for name in estimator._names])
+    effects = np.array([by_name.get(name, 0.0) for name in inputs])
     return effects / effects.sum() if effects.sum() > 0 else effects
 
 
