@@ -19,7 +19,6 @@ from __future__ import annotations
 from weightclip.audit._accountants import AccountantRow as AccountantRow
 from weightclip.audit._accountants import compare_accountants as compare_accountants
 from weightclip.audit._built_in import subjects as subjects
-from weightclip.audit._caught import Caught as Caught
 from weightclip.audit._checks import AUDITS as AUDITS
 from weightclip.audit._checks import EXACT as EXACT
 from weightclip.audit._checks import FULL as FULL
@@ -66,6 +65,7 @@ from weightclip.audit._subject import Records as Records
 from weightclip.audit._subject import Subject as Subject
 from weightclip.audit._subject import joined as joined
 from weightclip.audit._subject import repeated as repeated
+from weightclip.audit._suite import Caught as Caught
 from weightclip.audit._suite import ExtraAudit as ExtraAudit
 from weightclip.audit._suite import Report as Report
 from weightclip.audit._suite import run_audit as run_audit

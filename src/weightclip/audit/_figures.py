@@ -10,7 +10,6 @@ import numpy as np
 
 from weightclip.accounting import gdp_delta, gdp_mu
 from weightclip.audit._accountants import write_accountants
-from weightclip.audit._caught import Caught
 from weightclip.audit._checks import FALSIFIER, ONE_RUN, ONE_STEP, RELEASES, TWO_WORLDS, Check, gdp_estimate_of
 from weightclip.audit._falsifier import Falsification
 from weightclip.audit._trainer import TrainerAudit
@@ -18,7 +17,7 @@ from weightclip.audit._trainer import TrainerAudit
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from weightclip.audit._suite import Report
+    from weightclip.audit._suite import Caught, Report
 
 _FOUND, _USUAL, _CLAIM, _BAD, _GREY = "#2a6f97", "#a9c6d8", "#222222", "#c1121f", "#8a8a8a"
 

@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
 from weightclip.audit._accountants import GRID, SHORT_GRID, AccountantRow, compare_accountants
 from weightclip.audit._built_in import subjects
-from weightclip.audit._caught import Caught
 from weightclip.audit._checks import FULL, QUICK, Check, Examination, json_ready, one_run_check
 from weightclip.audit._estimators import canaries, estimator_check
+from weightclip.audit._statistics import Curve, TwoWorlds
 
 PRINTED_AT_LEAST = 5.0
 """What the audits must show of the printed algorithm, which claims 1: less would mean that they have gone blind."""
@@ -22,6 +24,36 @@ SHARP = "joint cap"
 """The trainer whose bound is attained exactly by one record over all layers: flat clipping."""
 PURE_TRAINER = "aligned dense net"
 _ALSO = ("normalisation", "radii on both factors")
+
+
+@dataclass(frozen=True)
+class Caught:
+    """One case of an algorithm that is known to break its claim: a test of the audits themselves.
+
+    Attributes:
+        name: The flaw.
+        sigma: Noise multiplier that claims epsilon = 1.
+        rate: Sampling rate of the claim.
+        shift: How far one record moves the mean, in multiples of what the algorithm allows.
+        result: Lower bounds from the sampled releases.
+        note: The case in words.
+        scores: Log-likelihood ratios in both worlds, for the picture.
+        claim: The claimed curve.
+    """
+
+    name: str
+    sigma: float
+    rate: float
+    shift: float
+    result: TwoWorlds
+    note: str
+    scores: tuple[np.ndarray, np.ndarray] = field(repr=False)
+    claim: Curve = field(repr=False)
+
+    def curve(self, epsilons: np.ndarray) -> np.ndarray:
+        """Estimate of the true delta(epsilon) = E over D' of (1 - e^(epsilon - ratio))_+."""
+        ratio = self.scores[1]
+        return np.array([np.maximum(0.0, -np.expm1(np.minimum(0.0, e - ratio))).mean() for e in epsilons])
 
 
 @dataclass
