@@ -1,4 +1,4 @@
-"""The Adult census table that lies in the checkout, and what is publicly known of its columns: used by the examples."""
+"""The Adult census table that lies beside the examples, and what is publicly known of its columns."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-_DATA = Path(__file__).resolve().parents[1] / "studies" / "src" / "weightclip_studies" / "data"
-FILE = _DATA / "files" / "adult.csv.gz"
+FILE = Path(__file__).with_name("adult.csv.gz")
 """B. Becker and R. Kohavi (1996), UCI Machine Learning Repository, doi:10.24432/C5XW20, CC BY 4.0."""
 
-_COLUMNS = json.loads((_DATA / "schema.json").read_text(encoding="utf-8"))["adult"]["columns"]
+_COLUMNS = json.loads(FILE.with_name("adult.json").read_text(encoding="utf-8"))
 RANGES = {c["name"]: (float(c["low"]), float(c["high"])) for c in _COLUMNS if "low" in c}
 """Public ranges of the numbers, as the census extract states them."""
 CATEGORIES = {c["name"]: tuple(c["categories"]) for c in _COLUMNS if "categories" in c}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weightclip.accounting import Adjacency, Mechanism, calibrate_sigma
 from weightclip.errors import WeightclipError
 from weightclip.noise import Allocation, Equal
-
-OVERFLOW = 1e-25  # chance that one draw exceeds b_max (weightclip.sampling._draws.largest_batch), charged to delta
+from weightclip.tabular import Budget as Budget
 
 
 @dataclass(frozen=True)
@@ -122,35 +119,6 @@ class Settings:
                 raise WeightclipError(f"Settings.{name} has {len(value)} values for {count} layers.")
             return value
         return (default if value is None else float(value),) * count
-
-
-@dataclass(frozen=True)
-class Budget:
-    """A total to be spent on one run; the noise multiplier follows from q and T.
-
-    Attributes:
-        epsilon: Target ε.
-        delta: Its δ.
-        accountant: "pld" or "rdp".
-        extra: What else is released within the same budget (preprocessing).
-        adjacency: Neighbouring relation.
-    """
-
-    epsilon: float
-    delta: float
-    accountant: str = "pld"
-    extra: tuple[Mechanism, ...] = ()
-    adjacency: Adjacency = Adjacency.ADD_OR_REMOVE_ONE
-
-    def sigma(self, q: float, steps: int) -> float:
-        """The smallest noise multiplier that keeps the budget."""
-        return _sigma(self, q, steps)
-
-
-@functools.lru_cache(maxsize=4096)
-def _sigma(budget: Budget, q: float, steps: int) -> float:
-    left = budget.delta - steps * OVERFLOW
-    return calibrate_sigma(budget.epsilon, left, q, steps, budget.accountant, budget.adjacency, budget.extra)
 
 
 def noise_multiplier(noise: float | Budget | Sequence[float], index: int, q: float, steps: int) -> float:
