@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from weightclip.errors import WeightclipError
 from weightclip.nn import safe_normalise
 from weightclip_studies.images import FeatureMap, FeatureSettings, _features, _whitening
+from weightclip_studies.images._synthetic import strokes
 from weightclip_studies.images._whitening import normalised, row_sums, unit
 
 _FOUR = 16  # bytes: a GPU reads four numbers of float32 at a time, from addresses that are multiples of this
@@ -95,3 +97,20 @@ def test_the_stand_in_for_a_gpu_adds_up(gpu: None) -> None:
     for length, rows in itertools.product((1, 2, 6, 9), (1, 5)):
         x = random(rows, length, seed=length)
         assert torch.allclose(x.sum(-1).double(), torch.einsum("nl->n", x.double()), atol=1e-3)
+
+
+def test_lines_are_bright_on_black_and_whiten_grey_images() -> None:
+    made = strokes(64, 28, seed=1)
+    assert made.shape == (64, 1, 28, 28) and float(made.min()) == 0 and float(made.max()) == 1
+    assert torch.equal(made, strokes(64, 28, seed=1)) and not torch.equal(made, strokes(64, 28, seed=2))
+    assert float(made[..., 0, 0].max()) == 0  # nothing in the corners
+    shares = (made > 0.5).float().mean((1, 2, 3))
+    assert 0.05 < float(shares.mean()) < 0.3
+    plain, lines = (FeatureMap(FeatureSettings(whiten=1.0, lines=x), (28, 28)) for x in (False, True))
+    images = (made[:8, 0] * 255).to(torch.uint8)
+    one, other = plain(images), lines(images)
+    assert not torch.allclose(one, other) and float(other.norm(dim=1).max()) <= 1 + 1e-5
+    assert float(other.mean(0).norm()) < float(one.mean(0).norm())  # less is common to all
+    assert "lines" not in plain.settings.to_dict() and lines.settings.to_dict()["lines"]
+    with pytest.raises(WeightclipError, match="one plane"):
+        FeatureMap(FeatureSettings(lines=True), (32, 32, 3))

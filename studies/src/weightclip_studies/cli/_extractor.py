@@ -189,9 +189,7 @@ def plan(
     images: ImagesOption = 600_000,
     pairs: PairsOption = 1024,
     minutes: Annotated[float, typer.Option(help="Training time of each network.")] = 4.0,
-    steps: Annotated[
-        int | None, typer.Option(help="Steps of each, instead of --minutes.", min=1)
-    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of each, instead of --minutes.", min=1)] = None,
     datasets: SetsOption = "",
     features: Annotated[str, typer.Option(help="Comma-separated: joined, learned.")] = "",
     methods: MethodsOption = "lip-weights,non-private",

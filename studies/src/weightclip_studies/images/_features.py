@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weightclip.errors import WeightclipError
 from weightclip.nn import Scattering2d
 from weightclip_studies.images._product import Features, collect, encode
-from weightclip_studies.images._synthetic import dead_leaves
+from weightclip_studies.images._synthetic import dead_leaves, strokes
 from weightclip_studies.images._whitening import Whitening, normalised, row_sums, tamed, unit
 from weightclip_studies.images.extractor import LearnedFeatures, LearnedSettings
 
@@ -36,6 +36,7 @@ class FeatureSettings:
         pool: Positions per axis of the pooled patch responses.
         whiten: Ridge (relative to the mean eigenvalue) of the whitening of channels by synthetic pictures; None: no
             whitening, scattering is centred per record only.
+        lines: Whiten by pictures of bright lines on black instead of dead leaves; for one plane only.
         flip: Average the features of an image and of its mirror image.
         root: Signed square root of pooled patch responses.
         grey: Number of filters of a second block of patches, of the grey image; 0 for none.
@@ -56,6 +57,7 @@ class FeatureSettings:
     threshold: float = 0.15
     pool: int = 4
     whiten: float | None = None
+    lines: bool = False
     flip: bool = False
     root: bool = False
     grey: int = 0
@@ -79,8 +81,8 @@ class FeatureSettings:
         return "+".join(block for block, there in blocks.items() if there)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values; what there is no learned block for is told as before there was one."""
-        return {key: value for key, value in asdict(self).items() if key != "learned" or value is not None}
+        """As JSON-ready values; what there is no learned block and are no lines for is told as before there were."""
+        return {key: value for key, value in asdict(self).items() if key not in ("learned", "lines") or value}
 
 
 class PatchFeatures(nn.Module):
@@ -137,6 +139,8 @@ class FeatureMap(nn.Module):
         super().__init__()
         self.settings = settings
         self.planes, self.size = (1 if len(shape) == 2 else shape[-1]), shape[0]
+        if self.planes != 1 and (settings.lines or (settings.learned and settings.learned.lines)):
+            raise WeightclipError("FeatureSettings.lines: for images of one plane only")
         self.scattering = Scattering2d(J=2, shape=(self.size, self.size)).to(device) if settings.scattering else None
         self.patch = PatchFeatures(settings, self.planes, device) if settings.patches else None
         small = replace(settings, patches=settings.grey, patch_size=settings.grey_size)
@@ -148,6 +152,8 @@ class FeatureMap(nn.Module):
         self.learned = LearnedFeatures(settings.learned, shape, device) if settings.learned else None
         if settings.whiten is not None:
             images = dead_leaves(1024, self.size, self.planes, seed=settings.seed + 2, device=device)
+            if settings.lines:
+                images = strokes(1024, self.size, settings.seed + 2, device)
             parts = [self._raw(part) for part in images.split(128)]
             for name in parts[0]:
                 setattr(self, f"white_{name}", Whitening(torch.cat([p[name] for p in parts]), settings.whiten))

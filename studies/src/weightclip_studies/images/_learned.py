@@ -25,9 +25,12 @@ FIXED: dict[str, FeatureSettings] = {
         scattering=0.7, patches=1536, patch_size=5, whiten=1.0, flip=True, grey=768, power=0.7, smooth=(1, 2, 1)
     ),
     "fashion_mnist": FeatureSettings(patches=512, whiten=1.0, root=True),
-    "mnist": FeatureSettings(whiten=1.0),
+    "mnist": FeatureSettings(whiten=1.0, lines=True),
 }
-"""The fixed features of each set's table (docs/images.md), chosen there on the validation split."""
+"""The fixed features of each set's table (docs/images.md), chosen there on the validation split.
+
+Lines for MNIST are new: that it shows bright lines on black is no secret.
+"""
 KINDS = ("learned", "joined")
 _MIRRORED = {"cifar10": True, "fashion_mnist": False, "mnist": False}  # as the fixed features were chosen
 
@@ -43,7 +46,8 @@ def feature_settings(
     if kind not in KINDS:
         raise WeightclipError(f"features: choose one of {', '.join(KINDS)}, got {kind!r}")
     digests = tuple(describe_extractor(folder, name).sha256 for name in names)
-    learned = LearnedSettings(tuple(names), digests, share=share, flip=_MIRRORED[dataset])
+    lines = FIXED[dataset].lines
+    learned = LearnedSettings(tuple(names), digests, share=share, flip=_MIRRORED[dataset], lines=lines)
     return replace(FIXED[dataset] if kind == "joined" else FeatureSettings(scattering=0.0), learned=learned)
 
 

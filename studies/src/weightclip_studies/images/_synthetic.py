@@ -52,3 +52,24 @@ def dead_leaves(
         slope = (shade[:, i, 0, None, None] * dx + shade[:, i, 1, None, None] * dy).unsqueeze(1)
         image = image + cover * (colour[:, i, :, None, None] + slope - image)
     return image.clamp(0, 1)
+
+
+def strokes(count: int, size: int = 28, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
+    """Bright lines of random thickness on black, in the middle (count x 1 x size x size, in [0, 1]).
+
+    Lines are where a smooth random field is near zero: the distance from there is the field over its slope.
+    """
+    g = torch.Generator().manual_seed(seed)
+    wide = 2 * size
+    rows, columns = torch.fft.fftfreq(wide).view(-1, 1), torch.fft.rfftfreq(wide).view(1, -1)
+    smooth = 0.03 * 4 ** torch.rand(count, 1, 1, generator=g)
+    noise = torch.fft.rfft2(torch.randn(count, wide, wide, generator=g))
+    field = torch.fft.irfft2(noise * torch.exp(-((torch.hypot(rows, columns) / smooth) ** 2)), s=(wide, wide))
+    field = (field / field.std((1, 2), keepdim=True))[:, : size + 1, : size + 1]
+    slope = torch.hypot(field.diff(dim=1)[:, :, :size], field.diff(dim=2)[:, :size]) + 0.02
+    thick = 1.5 + 1.5 * torch.rand(count, 1, 1, generator=g)
+    line = (thick - field[:, :size, :size].abs() / slope).clamp(0, 1)
+    place = torch.arange(size) - (size - 1) / 2
+    edge = size * (0.3 + 0.2 * torch.rand(count, 1, 1, generator=g))
+    inside = (edge - torch.hypot(place.view(-1, 1), place.view(1, -1)) + 0.5).clamp(0, 1)
+    return (line * inside).unsqueeze(1).to(device)

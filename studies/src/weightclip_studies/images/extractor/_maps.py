@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weightclip.errors import WeightclipError
+from weightclip_studies.images._synthetic import strokes
 from weightclip_studies.images._whitening import Whitening, tamed, unit
 from weightclip_studies.images.extractor._network import ResNet9
 from weightclip_studies.images.extractor._processes import Processes, pictures
@@ -33,6 +34,7 @@ class LearnedSettings:
         flip: Average the maps of an image and of its mirror image.
         pictures: Synthetic pictures that the whitening takes its statistics from.
         seed: Seed of these pictures.
+        lines: Take bright lines on black for these pictures; for images of one plane.
     """
 
     names: tuple[str, ...] = ()
@@ -45,6 +47,7 @@ class LearnedSettings:
     flip: bool = True
     pictures: int = 4096
     seed: int = 1
+    lines: bool = False
 
     def __post_init__(self) -> None:
         for name in ("names", "digests"):  # lists where they come from a file
@@ -72,6 +75,8 @@ class LearnedFeatures(nn.Module):
         ).to(device)
         made = pictures(settings.pictures, Processes(size=self.size), settings.seed, device).float() / 255
         made = made if self.planes == 3 else made.mean(1, keepdim=True)
+        if settings.lines:
+            made = strokes(settings.pictures, self.size, settings.seed, device)
         parts = [self._maps(part) for part in made.split(_CHUNK)]
         self.white = nn.ModuleList(
             Whitening(torch.cat(maps), settings.ridge) for maps in zip(*parts, strict=True)
