@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -181,7 +182,12 @@ def test_the_door_opens_on_rooms_only():
 def test_every_room_says_what_it_is_for_and_who_may_import_it(room):
     said = ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text(encoding="utf-8"))) or ""
     assert len(said.splitlines()[0]) > 20
-    assert "mport" in said or "sed by" in said, f"{room}: who may import it?"
+    found = re.search(r"Imports ([^;]*);\s([^.]*)\.", said)
+    assert found, "the door ends with: Imports `room`, ...; imported by `room`, ..."
+    graph = {name: others - {DOOR} for name, others in edges().items()}
+    assert set(re.findall(r"`(\w+)`", found[1])) == graph[room]
+    users = {name for name, others in graph.items() if room in others}
+    assert "anybody" in found[2] or set(re.findall(r"`(\w+)`", found[2])) == users
 
 
 def test_the_checks_can_fail():

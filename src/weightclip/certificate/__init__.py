@@ -1,6 +1,6 @@
 """From a model to its certificate: trace, plan, gains. It says what limits are needed and when they never act, no more.
 
-Imports `nn`, `bounds`, `factors` and `losses`; used by `noise`, `engine`, `audit` and the command line.
+Imports `bounds`, `factors` and `losses`; imported by `audit`, `engine`, `integrations`, `noise` and `tabular`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `assemble` and `run` make another command line of the same manners: the studies have one.
 
-Imports every room; no room imports it.
+Imports `accounting`, `audit`, `engine`, `losses`, `noise`, `sampling`, `search`, `tabular` and `text`; no room imports
+it.
 """
 
 from __future__ import annotations

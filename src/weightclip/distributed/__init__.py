@@ -1,6 +1,6 @@
 """Several processes that train one model: what they must agree on, one sum, one charge, one release for all.
 
-Imports `accounting`; used by `noise`, `engine` and `tabular`.
+Imports `accounting`; imported by `engine`, `integrations`, `noise` and `tabular`.
 """
 
 from __future__ import annotations

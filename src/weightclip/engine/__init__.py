@@ -1,6 +1,7 @@
 """PrivacyEngine and its one step: admit, limits, collect, charge, release; checkpoint and report.
 
-Imports every room below it; used by `integrations`, `tabular`, `audit` and the command line.
+Imports `accounting`, `certificate`, `distributed`, `factors`, `losses`, `noise` and `sampling`; imported by `audit`,
+`cli`, `integrations`, `search`, `tabular` and `text`.
 """
 
 from __future__ import annotations

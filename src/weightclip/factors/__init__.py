@@ -1,6 +1,7 @@
 """Bounded factors inside the weight-gradient product: no per-sample gradient, any architecture in between.
 
-Imports `nn`; its GPU code is in `kernels`. Used by everything that trains.
+Its GPU code is in `kernels`. Imports `nn`; imported by `audit`, `certificate`, `engine`, `losses`, `noise` and
+`sampling`.
 """
 
 from weightclip.factors import _attention as _attention  # these register private forms

@@ -1,6 +1,6 @@
 """Losses that know how steep they can be at the model's raw outputs.
 
-Imports `factors` (its kernels); used by `certificate`, `noise`, `engine`, `tabular` and `audit`.
+Imports `factors`; imported by `audit`, `certificate`, `cli`, `engine`, `integrations`, `noise`, `tabular` and `text`.
 """
 
 from __future__ import annotations

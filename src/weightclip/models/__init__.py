@@ -1,6 +1,6 @@
 """The paper's networks, the small networks of the literature, and heads on scattering features.
 
-Imports `nn`; used by `tabular` and by users.
+Imports `nn`; imported by `tabular`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Streams of randomness, allocation over layers, mechanisms and the release: the only place that adds noise.
 
-Imports `accounting`, `bounds`, `certificate`, `factors`, `losses` and (types) `distributed`; used by `sampling`,
-`engine`, `tabular`, `audit`.
+Imports `accounting`, `bounds`, `certificate`, `distributed`, `factors` and `losses`; imported by `audit`, `cli`,
+`engine`, `sampling`, `search`, `tabular` and `text`.
 """
 
 from __future__ import annotations

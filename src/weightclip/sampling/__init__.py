@@ -1,6 +1,6 @@
 """Draws, pieces, per-record randomness and data sets: which records a step sees.
 
-Imports `noise` (streams) and `factors`; used by `engine` and `tabular`.
+Imports `factors` and `noise`; imported by `cli`, `engine`, `search` and `tabular`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Searches that pay for themselves: of a table or a training function, in one process or in several on one storage.
 
-Imports `tabular` (the accounted choice among runs) and `engine`; used by `cli`.
+Imports `accounting`, `engine`, `noise`, `sampling` and `tabular`; imported by `cli`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Estimators for tables with the conventions of scikit-learn: preprocessing that is paid for, training, model folders.
 
-Used by `audit` and the command line.
+Imports `accounting`, `certificate`, `distributed`, `engine`, `losses`, `models`, `nn`, `noise` and `sampling`; imported
+by `audit`, `cli`, `search` and `text`.
 """
 
 from __future__ import annotations

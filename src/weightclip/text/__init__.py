@@ -1,6 +1,7 @@
 """Text: public sentence encoders, tables in files whose text column is read through one, and their fine-tuning.
 
-Imports `tabular` and `engine`; used by the command line. Needs the extra `text` where an encoder is loaded.
+Needs the extra `text` where an encoder is loaded. Imports `engine`, `losses`, `nn`, `noise` and `tabular`; imported by
+`cli`.
 """
 
 from __future__ import annotations
