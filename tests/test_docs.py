@@ -217,22 +217,43 @@ def test_numbers_of_the_readme_are_the_committed_ones() -> None:
     for name, text in (("LipDPClassifier", "Adult {:.1f} / AUC {:.1f}"), ("DP-EBM", "DP-EBM {:.1f} / {:.1f}")):
         shown = text.format(*(100 * float(compared[name][k]) for k in ("accuracy", "auc")))
         assert shown in row("`LipDPClassifier()`"), shown
+
+
+def test_accuracy_and_time_of_the_same_mode_are_the_committed_ones() -> None:
+    readme = (ROOT / "README.md").read_text()
     steps = {
-        (r["model"], r["batch"], r["mode"], r["precision"]): r
+        (r["model"], r["batch"], r["mode"], r["precision"]): float(r["ratio"])
         for r in table("bench/step.csv")
         if r["device"] == "NVIDIA H200"
     }
-    for mode, text in (
-        ("weights", "{:.2f} (bounds"),
-        ("factors", "{:.2f} (radii)"),
-        ("exact-joint-cap", "{:.2f} (exact"),
-    ):
-        assert text.format(float(steps["wrn-16-4", "1024", mode, "bf16"]["ratio"])) in row("WRN-16-4, batch 1024"), mode
-    for mode, text in (("factors", "{:.2f} (radii)"), ("exact-joint-cap", "{:.2f} (exact")):
-        assert text.format(float(steps["encoder-base", "64", mode, "bf16"]["ratio"])) in row("an encoder"), mode
-    for mode in ("opacus-hooks", "opacus-ghost"):
-        found = steps["wrn-16-4", "2048", mode, "float32"]
-        assert f"{float(found['ratio']):.2f}, {float(found['peak_gib']):.1f} GiB" in row("WRN-16-4, batch 2048"), mode
+    text = {(r["part"], r["method"], r["epsilon"]): r for r in table("text/sst2.csv")}
+
+    def shown(begin: str) -> list[str]:
+        (line,) = [line for line in readme.splitlines() if line.startswith(f"| {begin}")]
+        return [cell.replace("*", "").strip() for cell in line.split("|")[2:4]]
+
+    def short(value: str | float) -> str:
+        return f"{float(value):.3f}".lstrip("0")
+
+    for begin, part in (("LoRA on MiniLM", "lora"), ("all of MiniLM", "full"), ("its last layer", "last")):
+        rows = [text[part, method, "8"] for method in ("cap", "opacus")]
+        assert shown(begin) == [f"{short(r['median'])}, {r['ratio']}" for r in rows], part
+        (line,) = [line for line in readme.splitlines() if line.startswith(f"| {begin}")]
+        assert f"without privacy {short(text[part, 'non-private', '']['median'])}" in line, part
+    figure = {(r["dataset"], r["method"], r["epsilon"]): r for r in table("figure/figure.csv") if not r["changes"]}
+    ours, theirs = (
+        steps["convnet", "1024", "exact-joint-cap", "float32"],
+        steps["convnet", "1024", "opacus-ghost", "float32"],
+    )
+    for begin, data in (("ConvNet (", "mnist"), ("the same, Fashion", "fashion_mnist")):
+        for cell, method, ratio in zip(shown(begin), ("joint", "opacus"), (ours, theirs), strict=True):
+            medians = " / ".join(f"{float(figure[data, method, e]['median']):.1f}" for e in "123")
+            assert cell == f"{medians}, {ratio:.2f}", (data, method)
+    below = readme[readme.index("In float32 the exact cap on WRN-16-4") :]
+    for mode, words in (("exact-joint-cap", "{:.2f} to {:.2f} times"), ("opacus-hooks", "Opacus {:.2f} to {:.2f}")):
+        assert words.format(*(steps["wrn-16-4", n, mode, "float32"] for n in ("1024", "256"))) in below, mode
+    assert f"bf16 {steps['wrn-16-4', '1024', 'exact-joint-cap', 'bf16']:.2f};" in below
+    assert f"{steps['encoder-base', '64', 'exact-joint-cap-graph', 'bf16']:.2f} times as one recorded graph" in below
 
 
 def test_the_searches_find_what_they_look_for() -> None:
