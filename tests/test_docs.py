@@ -240,6 +240,9 @@ def test_accuracy_and_time_of_the_same_mode_are_the_committed_ones() -> None:
         assert shown(begin) == [f"{short(r['median'])}, {r['ratio']}" for r in rows], part
         (line,) = [line for line in readme.splitlines() if line.startswith(f"| {begin}")]
         assert f"without privacy {short(text[part, 'non-private', '']['median'])}" in line, part
+        peaks = [text[part, *of]["peak_gib"] for of in (("cap", "8"), ("non-private", ""), ("opacus", "8"))]
+        cap, plain, opacus = (f"{float(peak):.1f}" for peak in peaks)
+        assert re.search(f"{cap}, {plain} and {opacus}( GiB)?[;.]", readme), part
     figure = {(r["dataset"], r["method"], r["epsilon"]): r for r in table("figure/figure.csv") if not r["changes"]}
     ours, theirs = (
         steps["convnet", "1024", "exact-joint-cap", "float32"],

@@ -34,8 +34,8 @@ def test_a_page_gets_its_tables_and_keeps_the_rest(tmp_path):
     write_page(page, table)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "+4.0 points to the head, +0.5 points to Opacus (two standard errors of the difference: 0.3)" in text
-    assert "-5.0 points to training without privacy; a step takes 1.10 times" in text and "Opacus' 2.30 times" in text
+    assert "+4.0 ± 0.3 points to the head, +0.5 ± 0.3 points to Opacus, -5.0 ± 0.3 points to training" in text
+    assert "A step takes 1.10 times that of ordinary training, Opacus' 2.30 times; memory: 15.0 GiB, Opacus 16" in text
     assert ".900 ± .001 (3 seeds)" in text and "guesses 60 of 100 rightly: ε is at least 0.30" in text
     write_page(page, table)
     assert page.read_text() == text
@@ -46,14 +46,20 @@ def test_times_of_two_machines_stand_apart_and_recipes_are_told(tmp_path):
     timed = {"seconds": "4.20", "ratio": "1.10", "peak_gib": "15.00"}
     write(table, [
         row("head", "cap", "8", "0.8100", **timed, device="a CPU"), row("lora", "cap", "8", "0.8500", **timed),
-        row("lora", "cap", "3", "0.8400", **timed), row("lora", "opacus", "8", "0.8450", sem=""),
+        row("lora", "cap", "3", "0.8400", **timed | {"seconds": "9.00"}, steps="120"),
+        row("lora", "opacus", "8", "0.8450", sem="", seeds="1"),
+        row("lora", "non-private", "", "0.9", **timed | {"seconds": "3.60"}, steps="236", batch="1024"),
     ])  # fmt: skip
     (tmp_path / "recipes.csv").write_text(
         "part,recipe,epsilon,dev,sem,above_plain\nlora,plain,8,0.85,0.001,0\nlora,smaller,8,0.84,,-0.01\n"
     )
     text = lines(table)
     cpu, gpu = (text.split(f"Alone on the device ({name}):")[1].split("\n\n")[1] for name in ("a CPU", "a GPU"))
-    assert "| head |" in cpu and "low-rank" not in cpu and gpu.count("low-rank updates") == 1 and "| head |" not in gpu
+    assert "| head |" in cpu and "low-rank" not in cpu and "| head |" not in gpu
+    assert "| low-rank updates | cap | 60 | 4.20 | 70.0 | 1.10 | 15.00 |" in gpu and gpu.count("| cap |") == 1
+    assert "| low-rank updates | none | 60 | 3.60 | 60.0 | 1.10 | 15.00 |" in gpu  # seconds of as many steps as cap's
+    assert "| 120 of 4096 (ε = 3), 60 of 4096 (ε = 8) |" in text and ".845 (1 seed)" in text
+    assert "+0.5 points to Opacus" in text  # no standard error of one seed
     assert "Recipes at ε = 8" in text and "| low-rank updates | smaller | 84.00 |  | -1.00 |" in text
 
 

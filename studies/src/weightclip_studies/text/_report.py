@@ -63,7 +63,7 @@ def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _score(row: Line | None) -> str:
     if row is None:
         return ""
-    few = "" if row["seeds"] == "5" else f" ({row['seeds']} seeds)"
+    few = "" if row["seeds"] == "5" else " (1 seed)" if row["seeds"] == "1" else f" ({row['seeds']} seeds)"
     error = f" ± {_short(row['sem'])}" if row["sem"] else ""
     return _short(row["median"]) + error + few
 
@@ -81,9 +81,18 @@ def _accuracies(rows: Sequence[Line]) -> str:
                 continue
             at = {row["epsilon"]: row for row in mine}
             cells = [_score(at.get(e)) for e in _BUDGETS] if method != "non-private" else ["", "", _score(mine[0])]
-            runs = sorted({f"{row['steps']} of {row['batch']}" for row in mine})
-            found.append([_PARTS[part], _METHODS[method], *cells, ", ".join(runs)])
+            found.append([_PARTS[part], _METHODS[method], *cells, _runs(mine)])
     return _grid(["trained", "limit", "ε = 1", "ε = 3", "ε = 8 (none: without privacy)", "steps of records"], found)
+
+
+def _runs(rows: Sequence[Line]) -> str:
+    """Steps and batches, and at which ε where they differ."""
+    budgets: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda row: float(row["epsilon"] or 0)):
+        budgets.setdefault(f"{row['steps']} of {row['batch']}", []).append(row["epsilon"])
+    if len(budgets) == 1:
+        return next(iter(budgets))
+    return ", ".join(f"{steps} (ε = {', '.join(at)})" for steps, at in budgets.items())
 
 
 def _claims(rows: Sequence[Line]) -> list[str]:
@@ -94,39 +103,55 @@ def _claims(rows: Sequence[Line]) -> list[str]:
         cap, head = at.get((part, "cap", "8")), at.get(("head", "cap", "8"))
         if cap is None or head is None:
             continue
+        plain, opacus = at.get((part, "non-private", "")), at.get((part, "opacus", "8"))
         text = f"{_PARTS[part].capitalize()} at ε = 8 under one cap: {_apart(cap, head)} to the head"
-        if (opacus := at.get((part, "opacus", "8"))) is not None:
-            error = 2 * (float(cap["sem"] or "nan") ** 2 + float(opacus["sem"] or "nan") ** 2) ** 0.5
-            text += f", {_apart(cap, opacus)} to Opacus (two standard errors of the difference: {100 * error:.1f})"
-        if (plain := at.get((part, "non-private", ""))) is not None:
-            text += f", {_apart(cap, plain)} to training without privacy"
+        text += f", {_apart(cap, opacus)} to Opacus" if opacus else ""
+        text += f", {_apart(cap, plain)} to training without privacy" if plain else ""
+        text += " (± two standard errors of the difference)"
         if cap["ratio"]:
-            text += f"; a step takes {cap['ratio']} times that of ordinary training"
-            text += f", Opacus' {opacus['ratio']} times" if opacus is not None and opacus["ratio"] else ""
+            text += f". A step takes {cap['ratio']} times that of ordinary training"
+            text += f", Opacus' {opacus['ratio']} times" if opacus and opacus["ratio"] else ""
+        if cap["peak_gib"]:
+            text += f"; memory: {_gib(cap)}"
+            text += f", ordinary training {_gib(plain)}" if plain and plain["peak_gib"] else ""
+            text += f", Opacus {_gib(opacus)}" if opacus and opacus["peak_gib"] else ""
         said.append(text + ".")
     return said
 
 
 def _apart(row: Line, other: Line) -> str:
-    return f"{100 * (float(row['median']) - float(other['median'])):+.1f} points"
+    error = 2 * (float(row["sem"] or "nan") ** 2 + float(other["sem"] or "nan") ** 2) ** 0.5
+    told = "" if error != error else f" ± {100 * error:.1f}"
+    return f"{100 * (float(row['median']) - float(other['median'])):+.1f}{told} points"
+
+
+def _gib(row: Line) -> str:
+    return f"{float(row['peak_gib']):.1f} GiB"
 
 
 def _times(rows: Sequence[Line]) -> str:
-    found, seen = [], set()
-    for row in sorted(rows, key=lambda row: (list(_PARTS).index(row["part"]), float(row["ratio"] or 0))):
-        if (key := (row["part"], row["method"])) in seen:
-            continue
-        seen.add(key)
-        found.append([_PARTS[row["part"]], _METHODS[row["method"]], row["seconds"], row["ratio"], row["peak_gib"]])
-    head = ["trained", "limit", "seconds of a run", "of ordinary training", "GiB reserved"]
+    """Times of each method, those beside its largest ε where several rows have some; ordinary training, which is timed
+    in batches of the same size, for as many steps."""
+    latest: dict[tuple[str, str], Line] = {}
+    for row in sorted(rows, key=lambda row: float(row["epsilon"] or 0)):
+        latest[row["part"], row["method"]] = row
+    found = []
+    for row in sorted(latest.values(), key=lambda row: (list(_PARTS).index(row["part"]), float(row["ratio"] or 0))):
+        cap = latest.get((row["part"], "cap"))
+        steps = row["steps"] if row["method"] != "non-private" else cap["steps"] if cap else ""
+        pace = f"{1000 * float(row['seconds']) / int(steps):.1f}" if steps else ""
+        names = _PARTS[row["part"]], _METHODS[row["method"]]
+        found.append([*names, steps, row["seconds"], pace, row["ratio"], row["peak_gib"]])
+    head = ["trained", "limit", "steps", "seconds", "ms a step", "of ordinary training", "GiB reserved"]
     return f"Alone on the device ({rows[0]['device']}):\n\n" + _grid(head, found)
 
 
 def _audit(row: Line) -> str:
+    steps = f" of a run of {row['steps']} steps" if row.get("steps") else ""
     return (
-        f"The audit of {_PARTS[row['part']]} by {row['canaries']} inserted sentences guesses {row['correct']} of "
-        f"{row['guesses']} rightly: ε is at least {float(row['epsilon_lower']):.2f}, beside the claim of "
-        f"{row['epsilon']}."
+        f"The audit of {_PARTS[row['part']]} ({_METHODS[row['method']]}) by {row['canaries']} inserted sentences{steps}"
+        f" guesses {row['correct']} of {row['guesses']} rightly: ε is at least {float(row['epsilon_lower']):.2f}, "
+        f"beside the claim of {row['epsilon']}."
     )
 
 

@@ -173,4 +173,4 @@ class Runner:
             raise WeightclipError("--device cuda: torch finds no GPU here.")
 
 
-_FOUND = ("canaries", "guesses", "correct", "epsilon_lower", "epsilon_lower_fdp", "mu", "violation")
+_FOUND = ("canaries", "guesses", "correct", "epsilon_lower", "epsilon_lower_fdp", "mu", "violation", "steps")
