@@ -147,6 +147,18 @@ def test_exact_caps_of_convolutions_where_positions_cancel(made_private, exact):
                 assert float(exact(twin, x * 10.0**power, d).double().norm()) <= SLACK
 
 
+def test_no_library_forms_covered_float32_products_on_gpus():
+    """cuDNN convolves float32 as TF32 unless told otherwise: 2^-11 of each operand, which no slack has."""
+    conv, dense, table = nn.Conv2d(2, 2, 3), nn.Linear(2, 2), nn.Embedding(4, 2)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    for asked in (Product(torch.float32), Product(torch.float32, chunk=8)):
+        for layer in (conv, dense, table):
+            assert asked.resolve(layer, cuda, 32) == Product().resolve(layer, cuda, 32) != asked
+            assert asked.resolve(layer, cpu) is asked
+    for asked in (Product(torch.float32, chunk=1), Product(torch.float64, chunk=8), Product.fast()):
+        assert asked.resolve(conv, cuda) is asked
+
+
 def test_tiny_inputs_meet_huge_cotangents(made_private, exact):
     """Squares of 1e-24 vanish in float32; the product with 1e18 does not."""
     layer = nn.Linear(10_000, 1, bias=False)

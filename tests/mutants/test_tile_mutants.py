@@ -124,6 +124,7 @@ def test_a_mutant_dies(name, interpreter, tmp_path, monkeypatch):
     [
         ("wide", lambda t: 0 * t, products.norms_of_gradients),  # the bias left out
         ("CANCELLED", 0.0, products.cancelling),
+        ("product_rounding", lambda places, product: 0.0, products.added_above),
         (
             "gradient_squares",
             lambda x, *rest: torch.nan_to_num(_products.gradient_squares(x, *rest)),

@@ -40,7 +40,8 @@ class Product:
             cores where the pass itself is in 16 bits or TF32, otherwise in float64 all the same), so that a record's
             rounding is its own and moves nobody else's; float64 for everything else.
         chunk: Records per product; partial sums are added in float64. 0: one product for the whole batch. float32
-            products of more than one record add 2 n 2^-24 b_max to the sensitivity, n their summands.
+            products of more than one record add 2 n 2^-24 b_max to the sensitivity, n their summands. On CUDA, where
+            libraries may cut their operands to TF32 and no sensitivity would cover that, they are what None chooses.
         group: Rows whose products, each formed by itself on tensor cores, are added in float32 before they join the
             sum (dense layers on CUDA; convolutions gain nothing); chosen for the largest draw, and counted in the
             sensitivity. 0: all are added in float64.
@@ -67,7 +68,8 @@ class Product:
 
     def resolve(self, layer: nn.Module, device: torch.device, group: int = 0) -> Product:
         """The choice for one layer; ``group`` is that of the largest draw."""
-        if self.dtype is not None:
+        library = self.dtype == torch.float32 and self.chunk != 1 and device.type == "cuda"
+        if self.dtype is not None and not (library and self.covered):
             return self
         if device.type == "cuda" and isinstance(layer, nn.Linear):
             return Product(torch.float32, 1, group=group)

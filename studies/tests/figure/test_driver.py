@@ -134,7 +134,7 @@ def test_without_seeds_it_only_searches_and_a_run_may_be_ended_by_the_clock(tmp_
     with pytest.raises(wc.WeightclipError, match="1 releases of 2"):
         figure.make(CELL)
     figure.finish = True
-    assert figure.make(CELL) and figure.rows[-1]["releases"] == 1
+    assert figure.make(CELL) and figure.rows[-1]["releases"] == 1 and figure.rows[-1]["epsilon"] == CELL.epsilon
 
 
 def test_the_clock_stops_it_and_a_cut_row_is_left_out(tmp_path, monkeypatch) -> None:

@@ -228,6 +228,8 @@ def test_records_that_reach_far_in_memory_do_not_fit(monkeypatch):
 
     near, far = near.as_subclass(Cuda), far.as_subclass(Cuda)
     assert fits(near, near) and not fits(far, near) and not fits(near, far)
+    last = torch.empty(2**15, 1, 2**8, 2**8 - 1, device="meta").as_subclass(Cuda)  # the step behind its end is too far
+    assert last.numel() < 2**31 and not fits(last, last)
 
 
 def test_other_devices_and_types_do_not_fit():
@@ -286,3 +288,23 @@ def cancelling(device: torch.device) -> None:
     d = torch.tensor([2.0**17, -(2.0**17)], device=device).view(1, 1, 1, 2)
     shape = Shape((1, 1), (1, 1), (0, 0), (1, 1), 1, False, (0, 0))
     assert float(_by_products(x, d, 0.0, shape, torch.float64)) >= 2.0**-12 * 2.0**18
+
+
+def test_what_is_added_never_exceeds_the_norm(interpreter):
+    added_above(interpreter)
+
+
+def added_above(device: torch.device) -> None:
+    """Cotangents whose scaled values all round towards a larger gradient, which is small beside its own terms."""
+    scale = torch.tensor([1 / 3])
+    d = 1 + torch.rand(1 << 16, generator=torch.Generator().manual_seed(0))
+    order = (scale * d - scale.double() * d.double()).argsort()
+    down, up = d[order[:32]], d[order[-32:]]
+    x, d = torch.cat([-torch.ones(32), torch.ones(32)]), torch.cat([down, up])
+    x[-1] = 12.0  # what is left when the others cancel
+    x, d = (t.view(1, 1, 8, 8).to(device) for t in (x, d))
+    shape = Shape((1, 1), (1, 1), (0, 0), (1, 1), 1, False, (0, 0))
+    added = weight_gradient(x, d, scale.to(device), (1, 1), (1, 1), (0, 0), (1, 1))[0].abs().item()
+    for product in (torch.float32, torch.float64):
+        norm = _by_products(x, d, 0.0, shape, product).double().item()
+        assert added <= scale.double().item() * norm < 1.01 * added

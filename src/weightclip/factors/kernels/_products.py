@@ -23,6 +23,7 @@ from weightclip.factors._limits import KIND_SHIFT, SMALLEST, TINY, transforming
 _TOGETHER = 1 << 30  # multiply-adds below which a launch costs more than what a bias slows the larger kernel down
 _PROGRAMS = 1056  # about eight for each multiprocessor of a large GPU
 _DEPTH = 16  # positions that are multiplied at once
+_FARTHEST = 2**31 - 2**23  # places are int32 in the kernels, whose loops step beyond the last one
 _MOST = 1 << 15  # records of one launch, which takes 65,535 at most
 _TOTALS = 1 << 23  # sums of single records that are kept between two steps
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,7 +33,7 @@ def fits(x: Tensor, d: Tensor) -> bool:
     """Whether the kernel can take these tensors: CUDA, at most float32, and Triton is at hand."""
     if not x.is_cuda or x.dtype not in _DTYPES or d.dtype not in _DTYPES or transforming():
         return False
-    return d.numel() > 0 and triton_found() and max(_reach(x), _reach(d), d.numel()) < 2**31
+    return d.numel() > 0 and triton_found() and max(_reach(x), _reach(d), d.numel()) < _FARTHEST
 
 
 def weight_gradient(
@@ -90,8 +91,7 @@ def gradient_squares(
 
 
 def _easily_read(x: Tensor, d: Tensor, stride: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Both as float32 (older compilers cannot widen 16 bits here), channels last where rows are too short or too rough
-    to read well."""
+    """Both as float32 (older compilers cannot widen 16 bits here), channels last where rows are short or rough."""
     x, d = (t if t.dtype == torch.float32 else t.float() for t in (x, d))
     if x.shape[1] >= 16 and (d.shape[3] % 16 or tuple(stride) != (1, 1)):
         x, d = (t.contiguous(memory_format=torch.channels_last) for t in (x, d))

@@ -171,8 +171,10 @@ class Figure:
             shutil.rmtree(folder)  # nothing of it is published
             return self._one(cell, stage, recipe, seed, fit, judge, **more)
         check_spent(cell, recipe, done, self.finish)
+        # how far the clock let a run come may depend on the sizes of its draws: it spent what its noise was made for
+        spent = cell.epsilon if done.releases < recipe.steps else done.epsilon
         row = {"stage": stage, "cell": cell.key, "dataset": cell.dataset, "changes": dict(cell.changes), "seed": seed,
-               "accuracy": accuracy(done.model, judge), "epsilon": None if cell.epsilon is None else done.epsilon,
+               "accuracy": accuracy(done.model, judge), "epsilon": None if cell.epsilon is None else spent,
                "target": cell.epsilon, "releases": done.releases, "updates": done.updates, "sigma": sigma,
                "records": len(fit), "seconds": round(done.seconds, 2), "step_ms": round(done.step_ms, 3),
                "device": self._device_name(),
