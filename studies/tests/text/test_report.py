@@ -36,7 +36,7 @@ def test_a_page_gets_its_tables_and_keeps_the_rest(tmp_path):
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "+4.0 ± 0.3 points to the head, +0.5 ± 0.3 points to Opacus, -5.0 ± 0.3 points to training" in text
     assert "A step takes 1.10 times that of ordinary training, Opacus' 2.30 times; memory: 15.0 GiB, Opacus 16" in text
-    assert ".900 ± .001 (3 seeds)" in text and "guesses 60 of 100 rightly: ε is at least 0.30" in text
+    assert ".900 ± .001 (3 seeds)" in text and "guesses 60 of 100 rightly, so that ε is at least 0.30" in text
     write_page(page, table)
     assert page.read_text() == text
 

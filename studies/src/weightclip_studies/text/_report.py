@@ -149,9 +149,9 @@ def _times(rows: Sequence[Line]) -> str:
 def _audit(row: Line) -> str:
     steps = f" of a run of {row['steps']} steps" if row.get("steps") else ""
     return (
-        f"The audit of {_PARTS[row['part']]} ({_METHODS[row['method']]}) by {row['canaries']} inserted sentences{steps}"
-        f" guesses {row['correct']} of {row['guesses']} rightly: ε is at least {float(row['epsilon_lower']):.2f}, "
-        f"beside the claim of {row['epsilon']}."
+        f"The audit of {_PARTS[row['part']]} ({_METHODS[row['method']]}){steps}: of {row['canaries']} sentences that a "
+        f"coin inserted or left out it guesses {row['correct']} of {row['guesses']} rightly, so that ε is at least "
+        f"{float(row['epsilon_lower']):.2f}, beside the claim of {row['epsilon']}."
     )
 
 
