@@ -1,8 +1,8 @@
-"""Which public pictures whiten features of MNIST: dead leaves or bright lines on black, on the validation split, on a CPU.
+"""Which public pictures whiten features of MNIST, dead leaves or bright lines on black: by the validation split, on a CPU.
 
-Run ``python studies/benchmarks/mnist_whitening.py`` (WEIGHTCLIP_DATA: folder of image sets); it prints one line a head.
-A simulation: heads see ``--records`` of the training records at the sampling rate of the whole study, with as much noise
-in a step's mean as there. They are compared with each other and are no rows of a table. No record of the test part is read.
+Run ``python studies/benchmarks/mnist_whitening.py`` (WEIGHTCLIP_DATA: folder of image sets); one line for each head.
+A simulation: heads see ``--records`` of the training records at the sampling rate of the whole study, with as much
+noise in a step's mean as there. They are compared with each other and are no rows of a table. The test part is not read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
 from weightclip_studies.data import load_images
 from weightclip_studies.images import FeatureMap, HeadTrainer
 from weightclip_studies.images._climb import head, start
@@ -63,13 +64,13 @@ def blocks(lines: bool, extractor: str, images: Tensor) -> dict[str, Tensor]:
     """Unit vectors by fixed features, learned ones, and both joined, of one pass."""
     began = time.perf_counter()
     settings = feature_settings("mnist", "joined", RESULTS / "extractor", [extractor])
-    assert settings.learned is not None
-    settings = replace(settings, lines=lines, learned=replace(settings.learned, lines=lines))
+    learned = settings.learned
+    assert learned is not None
+    settings, share = replace(settings, lines=lines, learned=replace(learned, lines=lines)), learned.share
     made = FeatureMap(settings, tuple(images.shape[1:]))
     joined = torch.cat([made(part) for part in images.split(250)])
     fixed = replace(settings, learned=None)
     width = FeatureMap(fixed, tuple(images.shape[1:]))(images[:1]).shape[1]
-    share = settings.learned.share
     print(f"# lines={lines}: {joined.shape[1]} features in {time.perf_counter() - began:.0f} s", flush=True)
     return {
         "fixed": joined[:, :width] / math.sqrt(1 - share),

@@ -83,15 +83,17 @@ def test_every_method_gets_the_same_number_of_trials(tmp_path, monkeypatch) -> N
 
 def test_a_choice_at_the_edge_is_flagged_and_the_next_search_starts_there(tmp_path, monkeypatch) -> None:
     figure, _, _ = follow(monkeypatch, tmp_path, trials=3, seeds=1)
-    scores = {0: 50.0, 1: 60.0, 2: 70.0}
+    first = CELL.start[0]
+    scores = {first: 50.0, first + 1: 60.0, first + 2: 70.0}
     monkeypatch.setattr(_driver, "accuracy", lambda model, data: 50.0)
     assert figure.make(CELL)
     assert figure.open_sides(CELL) == ["clip"]  # both neighbours of the learning rate were tried
     for row in figure.rows:
         row["accuracy"] = scores.get(row["place"][0], 0.0)
-    assert figure.chosen(CELL) == (1, 0) and figure.open_sides(CELL) == ["learning_rate", "clip"]
+    assert figure.chosen(CELL) == (first + 1, 0) and figure.open_sides(CELL) == ["learning_rate", "clip"]
     figure.rows[-1]["place"] = [1, 0]
-    assert figure._start(Cell("mnist", "joint", 1.0)) == (1, 0) and figure._start(Cell("mnist", "caps", 1.0)) == (0, 0)
+    other = Cell("mnist", "caps", 1.0)
+    assert figure._start(Cell("mnist", "joint", 1.0)) == (1, 0) and figure._start(other) == other.start != (0, 0)
 
 
 def test_a_run_that_spent_too_much_is_no_row(tmp_path, monkeypatch) -> None:
@@ -201,7 +203,8 @@ def test_the_command_from_training_to_page_and_audit(tmp_path, monkeypatch) -> N
     assert not list(out.glob("runs/*/step-*")) and list(out.glob("runs/*/ledger"))  # counts stay, checkpoints go
     monkeypatch.setattr(_audit, "audit_recipe", functools.partial(_audit.audit_recipe, restarts=1, steps=2))
     found = _audit.audit(out)
-    assert [r["method"] for r in found] == ["joint"]
+    assert [(r["method"], r["size"]) for r in found] == [("joint", 28)]
+    assert "## Audit" in page(out).read_text()
     assert all(0.5 < r["falsifier"] <= 1 + 1e-6 and r["one_step"] <= 1 + 1e-6 for r in found)
     shown = CliRunner().invoke(app, ["--plan", "--datasets", "cifar10", "--methods", "joint", "--epsilons", "8"])
     assert shown.exit_code == 0 and "cifar10 joint 8: 1000 steps of 4096 x 4" in shown.output

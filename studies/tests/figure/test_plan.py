@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,23 @@ def test_a_search_moves_to_the_best_and_says_what_it_did_not_see() -> None:
     adaptive = Cell("mnist", "opacus-adaptive", 3.0)
     assert [round(adaptive.recipe((0, j)).quantile, 3) for j in (-1, 0, 1)] == [0.333, 0.5, 0.667]
     assert cell.recipe((1, -1)).learning_rate == 4e-3 and cell.recipe((1, -1)).clip == 0.5
+
+
+def test_searches_start_where_trials_on_validation_ended() -> None:
+    """Within a factor of two of the learning rate that every finished search of the committed rows chose."""
+    rates = {"joint": 8e-3, "opacus": 8e-3, "caps": 8e-3, "factors": 8e-3, "opacus-adaptive": 8e-3, "weights": 4e-3,
+             "fix": 2e-3, "plain": 2e-3}  # fmt: skip
+    starts = {m: Cell("mnist", m, 3.0) for m in METHODS}
+    assert {m: c.recipe(c.start).learning_rate for m, c in starts.items()} == rates
+    assert Cell("cifar10", "joint", 8.0).start == (0, 0)  # as published
+    lines = (BENCH.parents[1] / "figure" / "figure.jsonl").read_text().splitlines()
+    finals = [r for r in map(json.loads, lines) if r["stage"] == "final" and r["dataset"] != "cifar10"]
+    assert {r["recipe"]["method"] for r in finals} >= {"joint", "opacus", "factors", "weights", "plain"}
+    for row in finals:
+        assert 0.5 <= row["recipe"]["learning_rate"] / rates[row["recipe"]["method"]] <= 2
+        cell = Cell(row["dataset"], row["recipe"]["method"], row["target"])
+        place = (row["place"][0], row["place"][1])
+        assert cell.recipe(place).learning_rate == row["recipe"]["learning_rate"]  # places mean what they meant
 
 
 def test_steps_are_estimated_from_the_committed_times() -> None:

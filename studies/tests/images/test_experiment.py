@@ -28,7 +28,6 @@ from weightclip_studies.images import (
     HeadSettings,
     HeadTrainer,
     ImageStudy,
-    _convnets,
     _experiment,
     _search,
 )
@@ -350,6 +349,13 @@ def test_every_result_is_audited(tmp_path: Path) -> None:
     rows = audit_results(tmp_path)
     assert len(rows) == 1 and rows[0]["falsifier"] <= 1 + 1e-6 and rows[0]["one_step"] <= 1 + 1e-6
     assert json.loads((tmp_path / "audit.json").read_text()) == rows
+    # a head that was audited keeps its row, one that was trained anew does not; networks' rows stay
+    marked = [rows[0] | {"falsifier": 0.123}, {"dataset": "mnist", "bound": "exact"}]
+    (tmp_path / "audit.json").write_text(json.dumps(marked))
+    assert audit_results(tmp_path) == marked[:1]
+    assert json.loads((tmp_path / "audit.json").read_text()) == marked
+    (tmp_path / "mnist.json").write_text(json.dumps([entry | {"shares": {"alone": 0.8}}]))
+    assert audit_results(tmp_path) == [rows[0] | {"trained_alone": 0.8}]
 
 
 def test_committed_results_are_private_and_audited() -> None:
@@ -373,24 +379,3 @@ def test_committed_results_are_private_and_audited() -> None:
     entries += json.loads((folder / "convolutions.json").read_text())
     assert all(e["spent"] <= float(e["epsilon"]) for e in entries if e["spent"] is not None)
     assert all(e["spent"] is not None for e in entries if e["epsilon"] != "inf")
-
-
-def test_convolutional_bounds_hold_and_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_convnets, "load_images", fake_images)
-    rows = _convnets.conv_study(
-        tmp_path, records=200, batch=20, steps=2, every=1, methods=("weights", "cap-exact"), say=lambda line: None
-    )
-    assert table(tmp_path / "tightness.csv") == [{k: str(v) for k, v in r.items()} for r in rows]
-    assert len({r["layer"] for r in rows}) == 4 and len(rows) == 16
-    for row in rows:
-        if row["method"] == "weights":  # nothing is scaled down, so every record's gradient must fit
-            assert float(row["largest_gradient"]) <= float(row["sensitivity"])
-
-
-def test_synthetic_radii_are_what_they_say() -> None:
-    torch.manual_seed(0)
-    model, loss = wc.models.SmallCNN.for_mnist(), wc.losses.CrossEntropy(cap=0.5)
-    radii = _convnets.synthetic_radii(model, loss)
-    assert set(radii) == {"features.0", "features.3", "classifier.0", "classifier.2"}
-    assert radii["classifier.2"][1] == pytest.approx(0.5, rel=1e-3)  # the loss's cap
-    assert all(0 < g <= 1.05 * x * d for x, d, g in radii.values())  # medians: the product bounds the gradient

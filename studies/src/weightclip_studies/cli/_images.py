@@ -40,6 +40,7 @@ def images(
     keep_features: Annotated[bool, typer.Option(help="Use the features of the results already there.")] = False,
     limit: Annotated[int | None, typer.Option(help="Use only so many records (for a first look).", min=200)] = None,
     figure: Annotated[bool, typer.Option(help="Draw the figure only, from the results already there.")] = False,
+    audit: Annotated[bool, typer.Option(help="Audit the private heads of the results already there.")] = False,
     device: DeviceOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -47,6 +48,7 @@ def images(
 
     Example: weightclip-study reproduce images --datasets mnist
     """
+    from weightclip_studies.images._engine import audit_results
     from weightclip_studies.images._experiment import EPSILONS, ImageStudy, chosen_features
     from weightclip_studies.images._plots import accuracy_figure
     from weightclip_studies.images._search import METHODS
@@ -56,6 +58,12 @@ def images(
     heads = [] if not linear else _names(linear, METHODS, "linear")
     if limit is not None and out == _OUT:
         out = Path("runs/quick/images")  # a first look never replaces results
+    if audit:
+        rows = audit_results(out)
+        typer.echo(
+            json.dumps({"rows": rows}) if as_json else f"{len(rows)} heads audited, rows in {out / 'audit.json'}"
+        )
+        return
     for name in () if figure else wanted:
         ImageStudy(
             name, out, _device(device), trials=trials, seeds=seeds, hidden=hidden, methods=chosen, linear_methods=heads,

@@ -143,11 +143,11 @@ class Figure:
         return open_sides(cell, tried, self.chosen(cell)) if tried else []
 
     def _start(self, cell: Cell) -> Place:
-        """Where the search of this method on this data set ended at the nearest epsilon, without changes."""
+        """Where the search of this method and set ended at the nearest epsilon, without changes; or the plan's start."""
         ended = [r for r in self.rows if r["stage"] == "final" and r["dataset"] == cell.dataset and r["trials"]
                  and r["recipe"]["method"] == cell.method and r["cell"] != cell.key and not r["changes"]]  # fmt: skip
         if not ended:
-            return (0, 0)
+            return cell.start
         nearest = min(ended, key=lambda r: abs((r["target"] or 0) - (cell.epsilon or 0)))
         return nearest["place"][0], nearest["place"][1]
 

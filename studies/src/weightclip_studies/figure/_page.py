@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def page(out: Path) -> Path:
             cells = [_cell(private, method, changes, e) for e in levels]
             lines.append(f"| {METHODS[method]}{f' ({changes})' if changes else ''} | " + " | ".join(cells) + " |")
         lines += [""] + [f"Without privacy: {_said(r)}.\n" for r in mine if r["epsilon"] == "inf"]
-    lines += _pace(rows) + _warnings(rows)
+    lines += _pace(rows) + _audited(out) + _warnings(rows)
     path = out / "figure.md"
     path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     return path
@@ -89,7 +90,8 @@ def _pace(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     lines = ["## Time", "", "Medians of steps of the final runs, on records that lie on the device; an epoch is as",
-             "many records as there are. Runs that shared a GPU are slower than they would be alone.", "",
+             "many records as there are. Processes may share a GPU (two to seven did for the first rows):",
+             "these times are no measurement of speed, `results/bench/step.csv` is one.", "",
              "| data set, network | method | batch | views | ms a step | s an epoch | device |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     for row in rows:
@@ -98,6 +100,25 @@ def _pace(rows: Sequence[Row]) -> list[str]:
         sizes = f"{row['batch']} | {max(1, int(row['views']))}"
         times = f"{row['step_ms']} | {row['epoch_s']} | {row['device']}"
         lines.append(f"| {_TITLES[row['dataset']]} | {method}{level} | {sizes} | {times} |")
+    return [*lines, ""]
+
+
+def _audited(out: Path) -> list[str]:
+    """What `reproduce figure --audit` found; for bounds from weights that is also how loose they are."""
+    path = out / "audit.json"
+    if not path.exists():
+        return []
+    lines = ["## Audit", "", "`weightclip-study reproduce figure --audit`: the largest gradient of one record that a",
+             "search found, over what the noise is made for, and the largest shift of one release by one record, in",
+             "units of the noise's scale. Above 1 a recipe would leak. A search that finds little shows no more than",
+             "that: bounds from weights alone pay for gradients that it does not find. Initial weights, random records",
+             "of this size, float32, single steps; what Opacus trains is not audited.", "",
+             "| network | method | size | largest gradient / bound | shift |", "|---|---|---|---|---|"]  # fmt: skip
+    for row in json.loads(path.read_text()):
+        parts = [name for name in ("group_norm", "standardise") if row[name]]
+        method = METHODS[row["method"]] + (f" ({', '.join(parts)})" if parts else "")
+        found = f"{row['falsifier']:.3f} | {row['one_step']:.3f}"
+        lines.append(f"| {row['network']} | {method} | {row['size']} | {found} |")
     return [*lines, ""]
 
 

@@ -77,17 +77,24 @@ def audit_head(settings: HeadSettings, width: int = 24, hidden: int = 8) -> dict
 
 
 def audit_results(folder: Path) -> list[dict[str, Any]]:
-    """`audit_head` of every private row of the results in ``folder``; written to audit.json there."""
-    rows = []
-    for path in sorted(Path(folder).glob("*.json")):
-        entries = json.loads(path.read_text())
-        if not isinstance(entries, list) or path.name == "audit.json":
+    """`audit_head` of every private head of the results in ``folder``; written to audit.json there.
+
+    A head that was audited as it is now keeps its row; rows of convolutional networks (`_audit`) stay.
+    """
+    path = Path(folder) / "audit.json"
+    kept = json.loads(path.read_text()) if path.exists() else []
+    networks = [r for r in kept if "bound" in r]
+    rows: list[dict[str, Any]] = []
+    for results in sorted(Path(folder).glob("*.json")):
+        entries = json.loads(results.read_text())
+        if not isinstance(entries, list) or results.name == "audit.json":
             continue
         for entry in entries:
-            if entry.get("shares") is None:  # not private, or a convolutional network: `_audit`
+            if entry.get("shares") is None:  # not private, or a convolutional network
                 continue
-            result = audit_head(HeadSettings.from_dict(entry["settings"]))
             cell = {k: entry[k] for k in ("dataset", "model", "method", "epsilon")}
-            rows.append(cell | result | {f"trained_{k}": v for k, v in entry["shares"].items()})
-            (Path(folder) / "audit.json").write_text(json.dumps(rows, indent=1) + "\n")
+            told = cell | {f"trained_{k}": v for k, v in entry["shares"].items()}  # of this very head
+            known = next((r for r in kept if told.items() <= r.items()), None)
+            rows.append(known or cell | audit_head(HeadSettings.from_dict(entry["settings"])) | told)
+            path.write_text(json.dumps(rows + networks, indent=1) + "\n")
     return rows
