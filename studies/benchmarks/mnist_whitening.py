@@ -1,8 +1,8 @@
-"""Which public pictures whiten features of MNIST, dead leaves or bright lines on black: by the validation split, on a CPU.
+"""Which public pictures whiten features of MNIST, dead leaves or bright lines: by the validation split, on a CPU.
 
 Run ``python studies/benchmarks/mnist_whitening.py`` (WEIGHTCLIP_DATA: folder of image sets); one line for each head.
 A simulation: heads see ``--records`` of the training records at the sampling rate of the whole study, with as much
-noise in a step's mean as there. They are compared with each other and are no rows of a table. The test part is not read.
+noise in a step's mean as there. They are compared with each other, no rows of a table. The test part is not read.
 """
 
 from __future__ import annotations

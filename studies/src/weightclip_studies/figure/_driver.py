@@ -143,7 +143,7 @@ class Figure:
         return open_sides(cell, tried, self.chosen(cell)) if tried else []
 
     def _start(self, cell: Cell) -> Place:
-        """Where the search of this method and set ended at the nearest epsilon, without changes; or the plan's start."""
+        """Where the search of this method and set ended at the nearest epsilon, without changes; or the plan's."""
         ended = [r for r in self.rows if r["stage"] == "final" and r["dataset"] == cell.dataset and r["trials"]
                  and r["recipe"]["method"] == cell.method and r["cell"] != cell.key and not r["changes"]]  # fmt: skip
         if not ended:
