@@ -45,7 +45,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = _features.dead_leaves
     monkeypatch.setattr(_features, "dead_leaves", lambda count, *a, **k: whole(min(count, 24), *a, **k))
     heads = _ablation._heads({3.0: {"steps": 2, "loss_cap": 0.3, "batch": 100}}, (0.01, 0.02))
-    rows = [_ablation.Row("features", name, FeatureSettings(scattering=0.0, patches=4, flip=flip), heads)
+    rows = [_ablation.FeatureRow("features", name, FeatureSettings(scattering=0.0, patches=4, flip=flip), heads)
             for name, flip in (("plain", False), ("mirrored", True))]  # fmt: skip
     monkeypatch.setattr(_ablation, "ROWS", rows)
     seen: list[str] = []

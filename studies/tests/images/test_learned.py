@@ -194,10 +194,10 @@ def test_kinds_of_features(weights) -> None:
         feature_settings("mnist", "magic", weights, [])
 
 
-def plan(tmp_path: Path, **options) -> _plan.Plan:
+def plan(tmp_path: Path, **options) -> _plan.ExtractorPlan:
     given = {"recipes": (TINY,), "minutes": None, "order": (("mnist", "learned"),), "trials": 1, "seeds": 1,
              "limit": 100, "say": lambda line: None, **options}  # fmt: skip
-    return _plan.Plan(tmp_path / "work", tmp_path / "out", "cpu", **given)
+    return _plan.ExtractorPlan(tmp_path / "work", tmp_path / "out", "cpu", **given)
 
 
 def test_a_plan_goes_on_on_another_machine(tmp_path, weights, monkeypatch) -> None:
@@ -231,8 +231,8 @@ def test_a_set_that_fails_stops_no_other(tmp_path, weights, monkeypatch) -> None
 
 
 def test_a_plan_trains_for_steps_or_minutes(tmp_path, monkeypatch) -> None:
-    made: list[_plan.Plan] = []
-    monkeypatch.setattr(_plan.Plan, "run", lambda self: made.append(self) or [])
+    made: list[_plan.ExtractorPlan] = []
+    monkeypatch.setattr(_plan.ExtractorPlan, "run", lambda self: made.append(self) or [])
     options = ["plan", "--work", str(tmp_path), "--device", "cpu", "--nets", "2", "--width", "2"]
     for more in ([], ["--steps", "7", "--chunk", "25"], ["--minutes", "2.5"]):
         done = CliRunner().invoke(_extractor.app, [*options, *more])

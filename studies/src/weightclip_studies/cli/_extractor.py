@@ -208,13 +208,13 @@ def plan(
     from weightclip_studies.images import EPSILONS
     from weightclip_studies.images._climb import METHODS
     from weightclip_studies.images._learned import KINDS
-    from weightclip_studies.images._plan import ORDER, Plan
+    from weightclip_studies.images._plan import ORDER, ExtractorPlan
     from weightclip_studies.images.extractor import Recipe
 
     sets, kinds = _names(datasets, tuple(EPSILONS), "datasets"), _names(features, KINDS, "features")
     recipe = Recipe(width=width, images=images, pairs=pairs)
     recipe = recipe if steps is None else replace(recipe, steps=steps)
-    left = Plan(
+    left = ExtractorPlan(
         work, out, _device(device), tuple(replace(recipe, seed=s) for s in range(nets)),
         None if steps else minutes, pieces, earlier, table if table.exists() else None,
         [job for job in ORDER if job[0] in sets and job[1] in kinds], trials, seeds,

@@ -46,7 +46,7 @@ _CHOSEN = _heads(  # of the weights-only rows, with the batch and steps of the s
 
 
 @dataclass(frozen=True)
-class Row:
+class FeatureRow:
     """One line of the tables in docs/images.md: which features, and which heads are tried on them."""
 
     table: str
@@ -55,7 +55,7 @@ class Row:
     heads: Heads
 
 
-def _rows() -> tuple[Row, ...]:
+def _rows() -> tuple[FeatureRow, ...]:
     scattering = FeatureSettings(flip=True)
     patches = FeatureSettings(scattering=0.0, patches=1024, flip=True)
     both = FeatureSettings(patches=1024, flip=True, whiten=1.0)
@@ -77,7 +77,7 @@ def _rows() -> tuple[Row, ...]:
         ("smoothed scattering", replace(tamed, smooth=(1, 1, 0))), ("patches smoothed twice", twice),
         ("grey patches", grey), ("scattering 0.7", replace(grey, scattering=0.7)),
     ]  # fmt: skip
-    return (*(Row("features", *row) for row in first), *(Row("later", *row, _CHOSEN) for row in second))
+    return (*(FeatureRow("features", *row) for row in first), *(FeatureRow("later", *row, _CHOSEN) for row in second))
 
 
 ROWS = _rows()
@@ -87,7 +87,7 @@ def run(
     out: Path,
     device: str = "cpu",
     *,
-    rows: Sequence[Row] | None = None,
+    rows: Sequence[FeatureRow] | None = None,
     limit: int | None = None,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ _BEGIN = 90.0  # seconds: making pictures and compiling take about a minute of a
 
 
 @dataclass
-class Plan:
+class ExtractorPlan:
     """One call of the whole experiment.
 
     Attributes:
