@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import inspect
+import itertools
 import math
 import os
 import re
@@ -200,13 +201,20 @@ def test_numbers_of_the_readme_are_the_committed_ones() -> None:
     images = {
         (r["dataset"], r["model"], r["method"], r["epsilon"]): float(r["median"]) for r in table("images/accuracy.csv")
     }
+    learned = "CIFAR-10, linear head on features learned"
     for begin, data, model, method, budgets in (
-        ("CIFAR-10", "cifar10", "scattering+patches+grey+linear", "lip-weights", "138"),
-        ("CIFAR-10", "cifar10", "scattering+patches+grey+linear", "dp-sgd", "138"),
+        (learned, "cifar10", "scattering+patches+grey+learned+linear", "lip-weights", "138"),
+        (learned, "fashion_mnist", "scattering+patches+learned+linear", "lip-weights", "12"),
+        ("CIFAR-10, linear head on fixed", "cifar10", "scattering+patches+grey+linear", "lip-weights", "138"),
+        ("CIFAR-10, linear head on fixed", "cifar10", "scattering+patches+grey+linear", "dp-sgd", "138"),
         ("Fashion", "fashion_mnist", "scattering+patches+linear", "lip-weights", "123"),
         ("Fashion", "mnist", "scattering+linear", "lip-weights", "123"),
     ):
         assert " / ".join(f"{images[data, model, method, e]:.2f}" for e in budgets) in row(begin), (begin, method)
+    figure = {(r["dataset"], r["method"], r["epsilon"]): r["median"] for r in table("figure/figure.csv")}
+    for data, method in itertools.product(("mnist", "fashion_mnist"), ("joint", "opacus")):
+        shown = " / ".join(figure[data, method, e] for e in "123")
+        assert shown in row("the paper's ConvNet"), (data, method)
     tasks = {(r["task"], r["method"]): float(r["accuracy"]) for r in table("method/defaults_tasks.csv")}
     for task in {task for task, _ in tasks}:
         pair = " / ".join(f"{tasks[task, m]:.3f}".lstrip("0") for m in ("default", "Opacus"))

@@ -88,6 +88,16 @@ def test_searches_start_where_trials_on_validation_ended() -> None:
         assert cell.recipe(place).learning_rate == row["recipe"]["learning_rate"]  # places mean what they meant
 
 
+def test_numbers_of_the_page_about_images_are_the_committed_ones() -> None:
+    text = (BENCH.parents[2] / "docs" / "images.md").read_text()
+    with (BENCH.parents[1] / "figure" / "figure.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) >= 21 and all(f"{r['median']} ± {float(r['sem']):.2f}" in text for r in rows)
+    audits = json.loads((BENCH.parents[1] / "figure" / "audit.json").read_text())
+    assert {r["method"] for r in audits} >= {"joint", "factors", "weights", "fix"}
+    assert all(max(r["falsifier"], r["one_step"]) <= 1 + 1e-6 for r in audits)
+
+
 def test_steps_are_estimated_from_the_committed_times() -> None:
     with BENCH.open(newline="") as file:
         row = next(r for r in csv.DictReader(file)
