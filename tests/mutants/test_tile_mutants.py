@@ -95,6 +95,9 @@ MUTANTS: dict[str, tuple[Path, str, str, Callable[[torch.device], None]]] = {
         "x2 = tl.where(x2 == x2, x2, 0.0)", not_finite),
     "positions of the next record in a norm": (NORMS, "here = k < end", "here = k < total",
                                                products.norms_of_gradients),
+    "tiles of a norm in each other's place": (
+        NORMS, "tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)", "tile = tl.program_id(1)",
+        lambda device: products.norms_of_gradients(device, products.CASES[-1])),
     "a norm that is not squared": (NORMS, "acc * acc", "acc", products.norms_of_gradients),
     "rounding left out of norms": (
         NORMS, "square = tl.where(square > 0, square, 0.0) * (1 + 2.0**-15) + share * free + hidden\n"
