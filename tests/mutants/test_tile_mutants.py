@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.factors.kernels import test_cut as cut
 from tests.factors.kernels import test_products as products
 from tests.factors.kernels import test_tiles as checks
 from tests.triton_kit import kernel_device, run_interpreted
 
 from weightclip.factors import Product, _conv
+from weightclip.factors._collector import Use
 from weightclip.factors.kernels import _products, _tiles
 from weightclip.noise import _release
 
@@ -101,8 +103,10 @@ MUTANTS: dict[str, tuple[Path, str, str, Callable[[torch.device], None]]] = {
     "a norm that is not squared": (NORMS, "acc * acc", "acc", products.norms_of_gradients),
     "rounding left out of norms": (
         NORMS, "square = tl.where(square > 0, square, 0.0) * (1 + 2.0**-15) + share * free + hidden\n"
-               "    norm = (tl.sqrt(square) + rounding * tl.sqrt(free))",
+               "    norm = tl.maximum(tl.sqrt(square) + rounding * tl.sqrt(free), least * tl.sqrt(free))",
         "norm = (1 - 2.0**-22) * (tl.sqrt(tl.where(square > 0, square, 0.0)))", checks.covers_what_is_formed),
+    "positions that cancel as nothing": (NORMS, "rounding * tl.sqrt(free), least *", "rounding * tl.sqrt(free), 0 *",
+                                         checks.least_part),
 }  # fmt: skip
 
 
@@ -140,6 +144,15 @@ def test_a_norm_by_products_that_forgets_something_is_noticed(name, wrong, check
     monkeypatch.setattr(_conv, name, wrong)
     if name == "gradient_squares":  # a factor that is not finite has to be forgotten twice
         monkeypatch.setattr(_conv, "fused_norms", lambda x, d, *rest: torch.ones(len(x), device=x.device))
+    with pytest.raises(AssertionError):
+        check(interpreter)
+
+
+@pytest.mark.parametrize("check", [cut.rows_that_cancel, cut.uses_that_cancel])
+def test_norms_that_forget_what_tiles_cut_are_noticed(check, interpreter, monkeypatch):
+    cut.as_on_a_gpu(monkeypatch)
+    check(interpreter)
+    monkeypatch.setattr(Use, "cut", lambda use: False)
     with pytest.raises(AssertionError):
         check(interpreter)
 

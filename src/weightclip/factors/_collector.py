@@ -38,6 +38,7 @@ from weightclip.factors._own import Own
 from weightclip.factors._part import COPIED, Part
 from weightclip.factors._passes import RECORDS, Layout, Passes, RowTable, Sink
 from weightclip.factors._record_norms import CHEAPEST
+from weightclip.factors.kernels._tiles import FEWEST, fits_tiles
 
 _TINY = 1e-30
 _NAMES = ("weight", "bias")
@@ -133,6 +134,10 @@ class Use:
             return self.own.norm(beta_of(self.part))
         return self.part._wc_form.norm(self.part, x, d, way, conf)
 
+    def cut(self) -> bool:
+        """Whether tiles may form its sum from operands cut to TF32, which norms in float64 know nothing of."""
+        return self.part._wc_form is CONV and self.x.dtype == torch.float32 and fits_tiles(self.x, self.d, FEWEST, True)
+
     def scaled(self, scale: Tensor | None, wide: bool = False) -> tuple[Tensor | None, Tensor | None]:
         """Sums over records for these scales of records; ``wide``: in float64, since other uses may cancel this one."""
         if self.own is not None:
@@ -140,8 +145,9 @@ class Use:
         x, d, conf, rows = self.x, self.d, self.conf, scale
         if self.m > 1 and self.part._wc_product.group:  # rows of a record may cancel: one product for all of them
             x, d, conf = self.grouped()
-        elif self.m > 1 and scale is not None:
-            rows = scale.repeat_interleave(self.m)
+        elif self.m > 1:
+            rows = None if scale is None else scale.repeat_interleave(self.m)
+            x, d = (x.double(), d.double()) if self.cut() else (x, d)  # as their norm is
         return self.part._wc_form.sums(self.part, x, d, rows, conf, wide)
 
     def key(self) -> Any:

@@ -19,6 +19,7 @@ from weightclip.factors._limits import (
     apart,
     beta_of,
     cap_scale,
+    formed_in,
     masked,
     no_autocast,
     of_one_record,
@@ -282,10 +283,7 @@ def conv_sums(
 
 
 def laid_as(value: Tensor, weight: Tensor) -> Tensor:
-    """Channels last where the kernel is: the convolution reads it so, and so do tiles, with one copy for both.
-
-    What comes from a normalisation by groups usually is not, whatever went into it.
-    """
+    """Channels last where the kernel is (what group normalisation makes usually is not): one copy for all readers."""
     if weight.dim() != 4 or weight.is_contiguous() or not weight.is_contiguous(memory_format=torch.channels_last):
         return value
     return value.contiguous(memory_format=torch.channels_last)
@@ -311,10 +309,10 @@ class Conv(Kind):
         return conv_factors(x, d, beta_of(part), shape_of(part, conf))
 
     def norm(self, part: Any, x: Tensor, d: Tensor, way: int, conf: Conf) -> Tensor:
-        return conv_norm(trained_input(part, x), d, beta_of(part), shape_of(part, conf), way, part._wc_product.dtype)
+        return conv_norm(trained_input(part, x), d, beta_of(part), shape_of(part, conf), way, formed_in(part, x))
 
     def scale(self, part: Any, x: Tensor, d: Tensor, counter: Counts | None, conf: Conf) -> Tensor | None:
-        limits, flags, beta, product = part._wc_limits, part._wc_flags, beta_of(part), part._wc_product.dtype
+        limits, flags, beta, product = part._wc_limits, part._wc_flags, beta_of(part), formed_in(part, x)
         return conv_scale(x, d, limits, flags, beta, shape_of(part, conf), product, counter)
 
     def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf, wide: bool = False) -> Sums:

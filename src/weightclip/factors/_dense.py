@@ -107,7 +107,7 @@ def position_gram(x: Tensor, d: Tensor, beta: float, product: torch.dtype = torc
     free = (xs.square().sum((1, 2)) + beta**2 * places) * ds.square().sum((1, 2))
     terms = xs.shape[2] + ds.shape[2] + places**2 + 8
     exact = (gram.sum((1, 2)).clamp(min=0) + terms * 2.0**-53 * free).sqrt()
-    found = exact + product_rounding(places, product) * free.sqrt()
+    found = exact + product_rounding(places, product, x.is_cuda) * free.sqrt()
     return torch.maximum(found, CANCELLED * free.sqrt()).to(torch.float32)
 
 

@@ -42,7 +42,7 @@ def _norm_of_one(uses: list[Use], way: int) -> Tensor:
     simple = all(u.part._wc_form in (DENSE, EMBEDDING) for u in uses)
     if alike and simple and trains(uses[0].part)[0]:
         return _rank_one(uses)
-    if alike and uses[0].part.weight.numel() <= _SMALL:
+    if alike and uses[0].part.weight.numel() <= _SMALL and not any(use.cut() for use in uses):
         return _formed(uses)
     parts = [use.grouped() for use in uses]
     norms = [use.part._wc_form.norm(use.part, x, d, way, conf) for use, (x, d, conf) in zip(uses, parts, strict=True)]
@@ -97,7 +97,7 @@ def _formed(uses: list[Use]) -> Tensor:
             total = own if total is None else total + own
             a, b = kind.factors(use.part, x, d, conf)
             places = math.prod(d.shape[1:]) + 8
-            room = room + product_rounding(places, use.part._wc_product.dtype) * a.double() * b.double()
+            room = room + product_rounding(places, use.part._wc_product.dtype, x.is_cuda) * a.double() * b.double()
             free = free + a.double() * b.double()
         assert total is not None
         found.append(torch.maximum(total.square().sum(1).sqrt() + room, CANCELLED * free).float())

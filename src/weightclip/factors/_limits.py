@@ -244,12 +244,15 @@ def own(value: Tensor) -> Tensor:
     return reshaped_copy_of(value) if value.dim() > 2 else value
 
 
-def product_rounding(terms: int, product: torch.dtype) -> float:
+def product_rounding(terms: int, product: torch.dtype, tiles: bool = False) -> float:
     """Share of ||x|| ||delta|| by which a record's product of ``terms`` summands may differ from the exact one.
 
-    Cotangents are scaled in float32; the sum is formed in ``product``. Where positions cancel, the gradient is far
-    smaller than that product, so a cap on the exact norm needs this share on top.
+    Cotangents are scaled in float32; the sum is formed in ``product``, or float32 ones, with ``tiles``, on tensor cores
+    (SOUNDNESS Theorem 24). Where positions cancel, the gradient is far smaller than that product, so a cap on the exact
+    norm needs this share on top.
     """
+    if product == torch.float32 and tiles:
+        return 2.0**-23 + (terms + 8) * 2.0**-22
     return 2.0**-23 + (terms + 4) * (2.0**-23 if product == torch.float32 else 2.0**-52)
 
 
@@ -262,6 +265,12 @@ def apart(part: Any, wide: bool) -> tuple[torch.dtype, int]:
     """Type and chunk of a part's products; ``wide``: float64, but for products of one record each, whose sum is."""
     product = part._wc_product
     return (torch.float64, 0) if wide and product.chunk != 1 else (product.dtype, product.chunk)
+
+
+def formed_in(part: Any, x: Tensor) -> torch.dtype:
+    """Type of a convolution's products, for their norms: tiles take none of a 1-D one, not even of several rows."""
+    product = part._wc_product.dtype, part._wc_product.chunk
+    return (of_one_record(product, x) if x.dim() == 4 > part.weight.dim() else product)[0]
 
 
 def trains(part: Any) -> tuple[bool, bool]:

@@ -167,7 +167,7 @@ def _norm(x: Tensor, d: Tensor, geometry: Geometry, beta: float, kind: int, prod
     e = d.double().flatten(2).unflatten(1, (geometry.groups, -1))  # records x groups x out x positions
     places = u.shape[-1]
     free = (u.square().sum((1, 2, 3)) + beta**2 * places) * e.square().sum((1, 2, 3))
-    rounding, least = product_rounding(places, product) * free.sqrt(), CANCELLED * free.sqrt()
+    rounding, least = product_rounding(places, product, x.is_cuda) * free.sqrt(), CANCELLED * free.sqrt()
     if kind == FREE:
         square = (u.square().sum((2, 3)) + beta**2 * u.shape[-1]) * e.square().sum((2, 3))
         return square.sum(1).sqrt().float()

@@ -259,13 +259,14 @@ def finish_scales(
 
 @triton.jit
 def finish_exact(
-    found, squares, sums, out, tiny_x, tiny_d, bias, beta2, share, rounding, tiles,
+    found, squares, sums, out, tiny_x, tiny_d, bias, beta2, share, rounding, least, tiles,
     SUMS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Norm of each record's product from its squares by tile, and what rounding may hide; infinite if not finite.
 
     ``share`` of the squared product of the factors' norms is what squares may be off (grams cancel), ``rounding`` of
-    that product what the sum that is formed may be. With SUMS, beta2 times the squares of ``sums`` belong to the bias.
+    that product what the sum that is formed may be, ``least`` of it what counts in any case. With SUMS, beta2 times the
+    squares of ``sums`` belong to the bias.
     """
     n = tl.program_id(0).to(tl.int64)
     x2, d2 = _whole(found, n, SPLITS)
@@ -283,7 +284,8 @@ def finish_exact(
     free = x2 * d2
     hidden = tiny_x * d2 + tiny_d * x2  # products of tiny numbers vanish in float32
     square = tl.where(square > 0, square, 0.0) * (1 + 2.0**-15) + share * free + hidden
-    norm = (tl.sqrt(square) + rounding * tl.sqrt(free)).to(tl.float32) * (1 + 2.0**-22)
+    norm = tl.maximum(tl.sqrt(square) + rounding * tl.sqrt(free), least * tl.sqrt(free))
+    norm = norm.to(tl.float32) * (1 + 2.0**-22)
     tl.store(out + n, tl.where(norm < float("inf"), norm, float("inf")))
 
 

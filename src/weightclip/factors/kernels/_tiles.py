@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from weightclip.factors._limits import CANCELLED
 from weightclip.factors.kernels._products import fits, fused_moments, launch
 
 FEWEST = 16  # positions below which float64 products are as fast: the tile would be mostly padding
@@ -138,18 +139,18 @@ def tile_norms(x: Tensor, d: Tensor, beta: float, window: Window = POINT, counts
     ``counts`` says in how many patches each position of the input lies; None: one.
 
     Formal guarantees:
-        Never less than the norm of T_n. By tiles the squares are those of float32 products of the same operands; by
+        Never less than the norm of T_n, nor than CANCELLED of its factors'. By tiles the squares are those of float32
+        products of the same operands; by
         Grams (fewer multiplications where positions are few) the float32 inner products may be off by their rounding,
         counted in full: 2^-22 for each summand on tensor cores (compilers add inside of products) and 2^-24 for each
         other addition, times the squared product of the factors' norms.
     """
-    flat = _flat(x, d, window)
-    if by_grams(flat.places, flat.columns, flat.outs):
-        squares, share, sums = _grams(flat, beta)
-    else:
-        squares, share, sums = _squares(flat), 0.0, None
-        if beta:
-            sums = torch.linalg.vector_norm(flat.d.sum(1, dtype=torch.float32), dim=1)
+    flat, sums = _flat(x, d, window), None
+    grams = by_grams(flat.places, flat.columns, flat.outs)
+    together = grams and x.dtype != torch.float32  # a bias adds up cotangents as they are, not as TF32 cuts them
+    squares, share = _grams(flat, beta if together else 0.0) if grams else (_squares(flat), 0.0)
+    if beta and not together:
+        sums = torch.linalg.vector_norm(flat.d.sum(1, dtype=torch.float32), dim=1)
     x_size, d_size = x.numel() // len(x), d.numel() // len(d)
     found = fused_moments(flat.x.permute(0, 3, 1, 2), flat.d, counts)
     out = torch.empty(flat.records, dtype=torch.float32, device=x.device)
@@ -158,8 +159,8 @@ def tile_norms(x: Tensor, d: Tensor, beta: float, window: Window = POINT, counts
     launch(
         _norm_kernels().finish_exact, (flat.records, 1, 1),
         found, squares, out if sums is None else sums, out, _TINIEST * x_size * math.prod(window.kernel),
-        _TINIEST * d_size, beta**2 * flat.places, beta**2, share, rounding, squares.shape[1], sums is not None,
-        128, found.shape[1], num_warps=1,
+        _TINIEST * d_size, beta**2 * flat.places, beta**2, share, rounding, CANCELLED, squares.shape[1],
+        sums is not None, 128, found.shape[1], num_warps=1,
     )  # fmt: skip
     return out
 
@@ -266,7 +267,7 @@ def _squares(flat: _Flat) -> Tensor:
     return found
 
 
-def _grams(flat: _Flat, beta: float) -> tuple[Tensor, float, None]:
+def _grams(flat: _Flat, beta: float) -> tuple[Tensor, float]:
     """Squared norms by records, (records, 1), and the share of the factors' norms they may be off."""
     whole = _power(flat.places, WIDEST_GRAM)
     depth, warps = 64 if flat.x.dtype != torch.float32 else 32, 8 if whole > 64 else 4
@@ -279,7 +280,7 @@ def _grams(flat: _Flat, beta: float) -> tuple[Tensor, float, None]:
     )  # fmt: skip
     # all summands of both inner products on tensor cores; additions of a thread's entries, then across threads
     plain = whole * whole // (32 * warps) + 16
-    return found, (flat.columns + flat.outs + 16) * UNIT + plain * 2.0**-24, None
+    return found, (flat.columns + flat.outs + 16) * UNIT + plain * 2.0**-24
 
 
 @functools.cache
