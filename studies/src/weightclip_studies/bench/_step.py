@@ -370,7 +370,7 @@ def plot(rows: Sequence[StepRow], path: Path) -> None:
         for mode in (*MODES, *GRAPHED):
             points = sorted((r.batch, r.ratio) for r in rows if (*panel(r), r.mode) == (device, model, kind, mode))
             if points and not mode.startswith("plain"):
-                colour = f"C{(*MODES, *GRAPHED).index(mode.removesuffix('-graph'))}"
+                colour = plt.get_cmap("tab20")(2 * MODES.index(mode.removesuffix("-graph")) % 19)  # no two alike
                 style = {"linestyle": "--", "marker": "s"} if mode.endswith("-graph") else {"marker": "o"}
                 (lines[mode],) = axis.plot(*zip(*points, strict=True), color=colour, **style)
         axis.axhline(1.0, color="#888888", linewidth=1)
