@@ -6,7 +6,8 @@
 # that have ended and are not run again. A line that fails or takes too long is told of and stops no other.
 # At home again: copy $OUT/step.csv over results/bench/step.csv; rows of a CPU in it stay. Steps over Poisson draws, whose
 # rows have the same columns, go to $OUT/draws.csv. Compiling takes most of a line's time (six modes of the encoder: more
-# than 100 s), and a line's rows are written when all of its modes are measured: do not cut its seconds.
+# than 100 s); rows of a model and batch are written when all of its modes are measured, and modes that would begin after six tenths of a
+# line's seconds are left out.
 set -u
 OUT=${OUT:-runs/speed}
 WITHIN=${WITHIN:-540}
@@ -34,10 +35,6 @@ while read -r seconds line; do
         echo "failed or too long: $line"
     fi
 done <<'LINES'
-180 --models encoder-base --batches 64 --precision bf16 --compile --modes plain-graph factors-graph exact-joint-cap-graph
-60 --models convnet --batches 64 256 1024 4096 8192 --modes plain weights factors both joint-cap exact-joint-cap
-90 --models wrn-16-4 --batches 256 1024 2048 --modes plain weights factors both joint-cap exact-joint-cap
-60 --models convnet --batches 64 256 1024 4096 --modes plain-graph weights-graph factors-graph both-graph joint-cap-graph
 60 --models mlp --batches 512 --modes plain weights factors both joint-cap plain-graph weights-graph factors-graph both-graph joint-cap-graph
 60 --models wrn-16-4 --batches 256 1024 --modes plain-graph weights-graph factors-graph
 60 --models mlp-4096 --batches 1024 --modes plain factors joint-cap exact-joint-cap weights weights-refresh
@@ -57,4 +54,8 @@ done <<'LINES'
 60 --models mlp --batches 512 --modes plain opacus-hooks opacus-ghost
 60 --models convnet --batches 4096 --precision tf32 --modes plain opacus-hooks opacus-ghost
 150 --models wrn-16-4 --batches 1024 --precision bf16 --compile --channels-last --draws --modes plain factors exact-joint-cap
+180 --models encoder-base --batches 64 --precision bf16 --compile --modes plain-graph factors-graph exact-joint-cap-graph
+120 --models convnet --batches 64 256 1024 4096 8192 --modes plain weights factors both joint-cap exact-joint-cap
+150 --models wrn-16-4 --batches 256 1024 2048 --modes plain weights factors both joint-cap exact-joint-cap
+90 --models convnet --batches 64 256 1024 4096 --modes plain-graph weights-graph factors-graph both-graph joint-cap-graph exact-joint-cap-graph
 LINES
