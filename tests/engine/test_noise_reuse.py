@@ -126,6 +126,7 @@ def charged_draws_are_never_handed_out_again() -> None:
             seen.append(tuple(x[:, 0].tolist()))
             break
         run.loader.load_state_dict(state)  # as if nothing had happened
+        run.loader.rewind(0)
     assert run.engine.steps == 3 and len(set(seen)) == 3
 
 

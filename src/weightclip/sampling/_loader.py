@@ -202,7 +202,10 @@ class PoissonLoader:
         self.draws, self._unfinished = max(draws, self.state_dict()["draws"]), None
 
     def rewind(self, draws: int) -> None:
-        """Continue with this draw, of which nothing was released, or the same will be: for exact resumption."""
+        """Continue with this draw, of which nothing was released, or the same will be: for exact resumption.
+
+        Formal guarantees: in an engine this repeats no draw: its charges alone decide which is next.
+        """
         self.draws, self._unfinished = draws, None
 
     def indices(self, draw: int) -> np.ndarray:

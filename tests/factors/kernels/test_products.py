@@ -35,6 +35,17 @@ CASES = [  # records, in, out, size, stride, padding, dilation, kernel
 ]
 
 
+def factors(case, last: bool):
+    """Inputs, weights and cotangents of a case, and the generator they came from."""
+    records, channels, out, size, stride, padding, dilation, kernel = case
+    form = torch.channels_last if last else torch.contiguous_format
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(records, channels, *size, generator=generator).contiguous(memory_format=form)
+    weight = torch.randn(out, channels, *kernel, generator=generator)
+    d = torch.randn(F.conv2d(x, weight, None, stride, padding, dilation).shape, generator=generator)
+    return x, weight, d.contiguous(memory_format=form), generator
+
+
 @pytest.fixture
 def interpreter() -> torch.device:
     return kernel_device()
@@ -50,13 +61,8 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("together", [False, True])
 def test_it_is_the_scaled_gradient_in_float64(case, last, scaled, together, interpreter, monkeypatch):
     monkeypatch.setattr(_kernel, "_TOGETHER", 1 << 30 if together else 0)
-    records, channels, out, size, stride, padding, dilation, kernel = case
-    form = torch.channels_last if last else torch.contiguous_format
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(records, channels, *size, generator=generator).contiguous(memory_format=form)
-    weight = torch.randn(out, channels, *kernel, generator=generator)
-    d = torch.randn(F.conv2d(x, weight, None, stride, padding, dilation).shape, generator=generator)
-    d = d.contiguous(memory_format=form)
+    records, *_, stride, padding, dilation, kernel = case
+    x, weight, d, generator = factors(case, last)
     scale = torch.rand(records, generator=generator) if scaled else None
     weighted = d if scale is None else d * scale.view(-1, 1, 1, 1)
     expected = torch.ops.aten.convolution_backward(
@@ -248,13 +254,8 @@ def test_norms_of_records_are_those_of_their_float64_gradients(case, last, beta,
 
 
 def norms_of_gradients(device, case=CASES[0], last=False, beta=0.7) -> None:
-    records, channels, out, size, stride, padding, dilation, kernel = case
-    form = torch.channels_last if last else torch.contiguous_format
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(records, channels, *size, generator=generator).contiguous(memory_format=form)
-    weight = torch.randn(out, channels, *kernel, generator=generator)
-    d = torch.randn(F.conv2d(x, weight, None, stride, padding, dilation).shape, generator=generator)
-    d = d.contiguous(memory_format=form)
+    *_, stride, padding, dilation, kernel = case
+    x, _, d, _ = factors(case, last)
     u = F.unfold(x.double(), kernel, dilation, padding, stride)
     exact = (u @ d.double().flatten(2).mT).square().sum((1, 2))
     x, d = x.to(device), d.to(device)
