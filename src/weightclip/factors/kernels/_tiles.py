@@ -140,9 +140,10 @@ def tile_norms(x: Tensor, d: Tensor, beta: float, window: Window = POINT, counts
 
     Formal guarantees:
         Never less than the norm of T_n, nor than CANCELLED times the product of its factors' norms. By tiles the
-        squares are those of float32 products of the same operands; by Grams (fewer multiplications where positions are few) the float32 inner products may be off by their rounding,
-        counted in full: 2^-22 for each summand on tensor cores (compilers add inside of products) and 2^-24 for each
-        other addition, times the squared product of the factors' norms.
+        squares are those of float32 products of the same operands; by Grams (fewer multiplications where positions are
+        few) the float32 inner products may be off by their rounding, counted in full: 2^-22 for each summand on tensor
+        cores (compilers add inside of products) and 2^-24 for each other addition, times the squared product of the
+        factors' norms.
     """
     flat, sums = _flat(x, d, window), None
     grams = by_grams(flat.places, flat.columns, flat.outs)
