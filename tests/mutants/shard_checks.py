@@ -107,7 +107,7 @@ def every_parameter_reads_the_same_numbers(patch: Patch) -> None:
     def from_the_start(self: Streams, *args: Any) -> Any:
         found = numbers(self, *args)
         read = found.read_
-        found.read_ = lambda out, start: read(out, start % out.numel() if out.numel() else 0)
+        found.read_ = lambda out, start: read(out, 0)
         return found
 
     patch.setattr(Streams, "numbers", from_the_start)
