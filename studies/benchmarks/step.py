@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 
+from weightclip.errors import WeightclipError
 from weightclip_studies.bench import (
     GRAPHED,
     MODES,
     PRECISIONS,
     Setting,
     StepRow,
+    file_of,
     installed,
     measure,
     models,
@@ -40,8 +42,12 @@ def main() -> None:
     parser.add_argument("--draws", action="store_true", help="batches of the sizes of Poisson draws")
     parser.add_argument("--within", type=float, default=math.inf, help="begin no mode of a batch later (seconds)")
     parser.add_argument("--append", action="store_true", help="keep the rows of other settings that the file has")
-    parser.add_argument("--out", type=Path, default=Path("results/bench/step.csv"))
+    parser.add_argument("--out", type=Path, help="results/bench/step.csv, with --draws draws.csv there")
     options = parser.parse_args()
+    try:
+        out = file_of(options.draws, options.out)
+    except WeightclipError as error:
+        parser.error(str(error))
     torch.set_num_threads(options.threads)
     setting = Setting(options.precision, options.compile, options.channels_last, options.draws)
     rows: list[StepRow] = []
@@ -53,11 +59,11 @@ def main() -> None:
                 memory = "" if row.peak_gib is None else f"{row.peak_gib:.2f} GiB"
                 line = f"{row.model:9} {row.batch:6} {row.mode:13} {row.ms:9.3f} ms  x{row.ratio:5.2f}  {memory}"
                 print(f"{line}  +-{row.spread:.0%}", file=sys.stderr)
-            write_csv(rows, options.out, options.append)
+            write_csv(rows, out, options.append)
     if importlib.util.find_spec("matplotlib") is None:
         print("matplotlib is not installed: the rows are written, the picture is not", file=sys.stderr)
         return
-    plot(read_csv(options.out), options.out.with_suffix(".png"))
+    plot(read_csv(out), out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from weightclip.factors._limits import (
 )
 from weightclip.factors._own import Own, forms_own
 from weightclip.factors._passes import collect
+from weightclip.factors._record_norms import by_records
 from weightclip.factors.kernels._products import (
     dense_gradient,
     fits,
@@ -96,17 +97,30 @@ def _rows(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def position_gram(x: Tensor, d: Tensor, beta: float, product: torch.dtype = torch.float64) -> Tensor:
-    """||sum_s delta_s (x_s, beta)^T||_F of each record by S x S Grams in float64, never less than what is formed.
+    """||sum_s delta_s (x_s, beta)^T||_F of each record in float64, never less than what is formed.
 
-    Positions may cancel: the Grams' own rounding, c 2^-53 ||(x, beta)||^2 ||delta||^2, is added before the root, and
-    that of the product after it (SOUNDNESS 4; float32 once cancelled 612 to 563).
+    By S x S Grams or, where S (in + out) > in out, by the product itself, which is less work and memory then; so many
+    records at a time that what is stored does not grow with the batch. Positions may cancel: the Grams' own rounding,
+    c 2^-53 ||(x, beta)||^2 ||delta||^2, is added before the root, and that of the product after it (SOUNDNESS 4;
+    float32 once cancelled 612 to 563).
     """
+    places, width, out = math.prod(x.shape[1:-1]), x.shape[-1], d.shape[-1]
+    grams = places * (width + out) <= width * out
+    stored = places * (width + out) + (2 * places**2 if grams else width * out)
+    return by_records(lambda x, d: _over_positions(x, d, beta, product, grams), x, d, stored)
+
+
+def _over_positions(x: Tensor, d: Tensor, beta: float, product: torch.dtype, grams: bool) -> Tensor:
     xs, ds = x.flatten(1, -2).double(), d.flatten(1, -2).double()
     places = xs.shape[1]
-    gram = (xs @ xs.transpose(1, 2) + beta**2) * (ds @ ds.transpose(1, 2))
     free = (xs.square().sum((1, 2)) + beta**2 * places) * ds.square().sum((1, 2))
-    terms = xs.shape[2] + ds.shape[2] + places**2 + 8
-    exact = (gram.sum((1, 2)).clamp(min=0) + terms * 2.0**-53 * free).sqrt()
+    if grams:
+        gram = (xs @ xs.transpose(1, 2) + beta**2) * (ds @ ds.transpose(1, 2))
+        terms = xs.shape[2] + ds.shape[2] + places**2 + 8
+        exact = (gram.sum((1, 2)).clamp(min=0) + terms * 2.0**-53 * free).sqrt()
+    else:  # each entry is off by at most S 2^-53 ||x_a|| ||delta_b||; what stands below the root keeps it smooth
+        square = (ds.transpose(1, 2) @ xs).square().sum((1, 2)) + beta**2 * ds.sum(1).square().sum(1)
+        exact = (square + 2.0**-106 * free).sqrt() + (places + 8) * 2.0**-53 * free.sqrt()
     found = exact + product_rounding(places, product, x.is_cuda) * free.sqrt()
     return torch.maximum(found, CANCELLED * free.sqrt()).to(torch.float32)
 

@@ -24,6 +24,7 @@ from weightclip.factors._limits import (
     trains,
 )
 from weightclip.factors._passes import collect
+from weightclip.factors._record_norms import by_records
 
 
 def embedding_factors(ids: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,21 +36,41 @@ def embedding_factors(ids: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 def embedding_norm(ids: Tensor, d: Tensor, skip: int | None, product: torch.dtype = torch.float64) -> Tensor:
     """Norm of each record's gradient of the table: positions that hit one row add up before squaring.
 
-    ``skip`` is the row that gets no gradient. By S x S Grams in float64, never less than what is formed (as
-    ``position_gram`` of a dense layer, of which this is the case of one-hot inputs).
+    ``skip`` is the row that gets no gradient. In float64, never less than what is formed (as ``position_gram`` of a
+    dense layer, of which this is the case of one-hot inputs): by S x S Grams or, where there are more positions than
+    columns, by the rows that were hit; so many records at a time that what is stored does not grow with the batch.
     """
+    places, columns = math.prod(ids.shape[1:]), d.shape[-1]
+    grams = places <= columns
+    stored = 2 * places * (columns + (places if grams else 2))
+    return by_records(lambda ids, d: _over_positions(ids, d, skip, product, grams), ids, d, stored)
+
+
+def _over_positions(ids: Tensor, d: Tensor, skip: int | None, product: torch.dtype, grams: bool) -> Tensor:
     places = math.prod(ids.shape[1:])
     rows, ds = ids.reshape(ids.shape[0], places), d.reshape(ids.shape[0], places, d.shape[-1]).double()
     if skip is not None:
         ds = torch.where((rows == skip)[..., None], 0.0, ds)
     squares = ds.square().sum((1, 2))
-    if places > 1:
-        free = places * squares
+    if places <= 1:
+        return (squares + ds.shape[2] * torch.finfo(torch.float32).tiny).sqrt().float()
+    free = places * squares
+    if grams:
         gram = ((ds @ ds.mT) * (rows[:, :, None] == rows[:, None, :])).sum((1, 2)).clamp(min=0)
         exact = (gram + (ds.shape[2] + places**2 + 8) * 2.0**-53 * free).sqrt()
-        found = exact + product_rounding(places, product) * free.sqrt()
-        return torch.maximum(found, CANCELLED * free.sqrt()).float()
-    return (squares + ds.shape[2] * torch.finfo(torch.float32).tiny).sqrt().float()
+    else:  # as in position_gram
+        square = _summed_by_row(rows, ds).square().sum((1, 2))
+        exact = (square + 2.0**-106 * free).sqrt() + (places + 8) * 2.0**-53 * free.sqrt()
+    found = exact + product_rounding(places, product) * free.sqrt()
+    return torch.maximum(found, CANCELLED * free.sqrt()).float()
+
+
+def _summed_by_row(rows: Tensor, ds: Tensor) -> Tensor:
+    """Cotangents of each record added over the positions that hit one row, the sums in any order; zeros fill up."""
+    ordered, order = rows.sort(1)
+    number = torch.cat([torch.zeros_like(rows[:, :1]), (ordered.diff(dim=1) != 0).cumsum(1)], 1)  # of the row, sorted
+    places = torch.empty_like(number).scatter(1, order, number)[..., None].expand_as(ds)
+    return torch.zeros_like(ds).scatter_add(1, places, ds)
 
 
 def embedding_scale(

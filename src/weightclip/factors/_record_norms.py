@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,9 @@ from torch import Tensor
 
 from weightclip.factors._limits import CANCELLED, product_rounding, squared_norm, transforming, wide
 from weightclip.factors.kernels._tiles import Window
+
+
+MOST = 2**27  # float64 numbers, about, that a norm over positions holds at once; one record may need more
 
 
 class CapNorm(enum.IntEnum):
@@ -93,6 +96,14 @@ class Shape:
 def numbers(stride, padding, dilation, groups, transposed, extra) -> list[int]:
     """What a forward pass convolved with, as a flat list that compiled graphs can carry."""
     return [*stride, *padding, *dilation, *extra, groups, int(transposed)]
+
+
+def by_records(find: Callable[[Tensor, Tensor], Tensor], x: Tensor, d: Tensor, entries: int) -> Tensor:
+    """``find(x, d)``, of as many records at a time as hold ``MOST`` numbers if one of them takes ``entries``."""
+    chunk = max(1, MOST // max(1, entries))
+    if torch.compiler.is_compiling() or x.shape[0] <= chunk:  # a compiler would unroll the loop for every batch size
+        return find(x, d)
+    return torch.cat([find(x[i : i + chunk], d[i : i + chunk]) for i in range(0, x.shape[0], chunk)])
 
 
 def cheapest(kind: int, x: Tensor, d: Tensor, geometry: Geometry) -> int:

@@ -84,7 +84,13 @@ def test_every_mode_is_bounded_as_it_is_called(mode: str, monkeypatch: pytest.Mo
     check_bounds(monkeypatch, mode)
 
 
-@pytest.mark.parametrize("mode,other", [("weights", "factors"), ("factors", "weights"), ("exact-cap", "joint-cap")])
+@pytest.mark.parametrize(
+    "mode,other",
+    [
+        ("weights", "factors"), ("factors", "weights"), ("exact-cap", "joint-cap"), ("exact-cap", "factors"),
+        ("factors", "exact-cap"), ("exact-joint-cap", "exact-cap"), ("weights", "weights-refresh"),
+    ],
+)  # fmt: skip
 def test_a_mode_that_times_another_is_found(mode: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = _step.bounds_of
     monkeypatch.setattr(_step, "bounds_of", lambda name: real(other if name == mode else name))

@@ -9,7 +9,6 @@ waits for the device after each, and every 16 on a CPU if they are short.
 from __future__ import annotations
 
 import contextlib
-import csv
 import gc
 import itertools
 import math
@@ -17,8 +16,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,20 +29,10 @@ from weightclip.factors import CapNorm, Product
 from weightclip.sampling import BatchInfo
 from weightclip_studies.bench._models import models
 from weightclip_studies.bench._others import OTHERS
+from weightclip_studies.bench._rows import GRAPHED, StepRow
 
 # steps shorter than so many seconds, so many a look at the clock
 _BLOCKS = {"cuda": ((0.01, 64), (0.05, 8), (math.inf, 2)), "cpu": ((0.01, 16), (math.inf, 1))}
-MODES = (
-    "plain", "weights", "weights-refresh", "factors", "both", "joint-cap", "exact-cap", "exact-joint-cap",
-    "weights-fast", *OTHERS,
-)  # fmt: skip
-GRAPHED = (  # the step as a CUDA graph
-    "plain-graph", "weights-graph", "factors-graph", "both-graph", "joint-cap-graph", "exact-cap-graph",
-    "exact-joint-cap-graph",
-)  # fmt: skip
-COLUMNS = (
-    "device", "model", "batch", "mode", "ms", "ratio", "peak_gib", "spread", "precision", "compile", "channels_last",
-)  # fmt: skip
 PRECISIONS = ("float32", "tf32", "bf16")
 
 
@@ -78,24 +66,6 @@ class Setting:
 
 
 USUAL = Setting()
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """One line of results/bench/step.csv; ``ratio`` is to plain training of the same model and batch, that of a step
-    recorded as a CUDA graph to plain training recorded likewise."""
-
-    device: str
-    model: str
-    batch: int
-    mode: str
-    ms: float
-    ratio: float
-    peak_gib: float | None
-    spread: float  # interquartile range over median
-    precision: str
-    compile: int = 0  # 1: both sides by torch.compile
-    channels_last: int = 0
 
 
 def bounds_of(mode: str) -> Bounds:
@@ -288,22 +258,34 @@ def measure(
 def _warm(
     mode: str, name: str, batch: int, device: torch.device, setting: Setting
 ) -> tuple[Callable[[], None], float | None]:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
+    """A step that has settled, and the peak of the steps that follow: compiling, recording and warming up are over.
+
+    An ordinary step's peak is of what it allocates. A recorded one's is of what is reserved, once unused memory was
+    given back: a graph's own pool, which is all its replays use, counts as allocated in none of them.
+    """
+    cuda, recorded = device.type == "cuda", mode in GRAPHED
+    held = _held(device, recorded) if cuda else 0
     step = prepare(mode, name, batch, device, setting)
-    if setting.compiled and device.type == "cuda":  # what compilation itself takes is no part of training
-        step()
-        torch.cuda.reset_peak_memory_stats(device)
     # the third step of a size records a graph, the sixth a whole step
-    for _ in range((60 if setting.draws and mode in GRAPHED else 12) if device.type == "cuda" else 3):
+    for _ in range((60 if setting.draws and recorded else 12) if cuda else 3):
         step()
-    if device.type != "cuda":
+    if not cuda:
         return step, None
+    _held(device, recorded)
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in setting.sizes(batch):
+        step()
     torch.cuda.synchronize(device)
-    return step, round((torch.cuda.max_memory_allocated(device) - held) / 2**30, 4)
+    peak = torch.cuda.max_memory_reserved if recorded else torch.cuda.max_memory_allocated
+    return step, round((peak(device) - held) / 2**30, 4)
+
+
+def _held(device: torch.device, reserved: bool) -> int:
+    """Bytes that are held now, after what nobody uses was given back."""
+    torch.cuda.synchronize(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device) if reserved else torch.cuda.memory_allocated(device)
 
 
 def _timed(step: Callable[[], None], device: torch.device, block: int) -> float:
@@ -314,74 +296,3 @@ def _timed(step: Callable[[], None], device: torch.device, block: int) -> float:
         step()
     wait()
     return (time.perf_counter() - began) / block
-
-
-def read_csv(path: Path) -> list[StepRow]:
-    """The rows of a file that :func:`write_csv` wrote."""
-    with path.open(newline="") as file:
-        return [
-            StepRow(
-                r["device"], r["model"], int(r["batch"]), r["mode"], float(r["ms"]), float(r["ratio"]),
-                float(r["peak_gib"]) if r["peak_gib"] else None, float(r["spread"]), r["precision"],
-                int(r.get("compile") or 0), int(r.get("channels_last") or 0),
-            ) for r in csv.DictReader(file)
-        ]  # fmt: skip
-
-
-def write_csv(rows: Sequence[StepRow], path: Path, append: bool = False) -> None:
-    """All rows as CSV, written whole or not at all; ``append`` keeps rows of the file that were not measured again."""
-
-    def what(r: StepRow) -> tuple[Any, ...]:
-        return r.device, r.model, r.batch, r.mode, r.precision, r.compile, r.channels_last
-
-    if append and path.exists():
-        again = {what(r) for r in rows}
-        rows = [*(r for r in read_csv(path) if what(r) not in again), *rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".part")
-    with scratch.open("w", newline="") as file:
-        writer: csv.DictWriter[str] = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for row in rows:
-            writer.writerow(asdict(row))
-    scratch.replace(path)
-
-
-def plot(rows: Sequence[StepRow], path: Path) -> None:
-    """Ratio to plain training against batch size, one panel per model and device."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib import ticker
-
-    def panel(row: StepRow) -> tuple[str, ...]:
-        extra = ", compiled" * row.compile + ", channels last" * row.channels_last
-        return row.device, row.model, row.precision + extra
-
-    panels = sorted({panel(r) for r in rows})
-    across = min(3, len(panels))
-    down = -(-len(panels) // across)
-    figure, grid = plt.subplots(down, across, figsize=(4.2 * across, 3.6 * down), squeeze=False, layout="constrained")
-    axes, lines = grid.flatten(), {}
-    for axis in axes[len(panels) :]:
-        axis.set_axis_off()
-    for axis, (device, model, kind) in zip(axes, panels, strict=False):
-        for mode in (*MODES, *GRAPHED):
-            points = sorted((r.batch, r.ratio) for r in rows if (*panel(r), r.mode) == (device, model, kind, mode))
-            if points and not mode.startswith("plain"):
-                colour = plt.get_cmap("tab20")(2 * MODES.index(mode.removesuffix("-graph")) % 19)  # no two alike
-                style = {"linestyle": "--", "marker": "s"} if mode.endswith("-graph") else {"marker": "o"}
-                (lines[mode],) = axis.plot(*zip(*points, strict=True), color=colour, **style)
-        axis.axhline(1.0, color="#888888", linewidth=1)
-        axis.set(title=f"{model}\n{device}, {kind}", xlabel="batch", xscale="log", yscale="log")
-        batches = sorted({r.batch for r in rows if panel(r) == (device, model, kind)})
-        axis.set_xticks(batches, [str(b) for b in batches])
-        axis.set_xticks([], minor=True)
-        for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-            which(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-    for row in grid:
-        row[0].set_ylabel("step time / plain training")
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=6, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)

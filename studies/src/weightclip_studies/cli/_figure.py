@@ -15,6 +15,8 @@ from weightclip.errors import WeightclipError
 from weightclip_studies.cli._images import DeviceOption, JsonOption, _device, _names
 
 _OUT = Path("results/figure")
+_QUICK = Path("runs/quick/figure")
+_BENCH = Path("results/bench/step.csv")
 
 
 def figure(
@@ -34,8 +36,12 @@ def figure(
     finish: Annotated[
         bool, typer.Option(help="Test a run as it is when --within ends, instead of putting it aside.")
     ] = False,
-    like: Annotated[Path | None, typer.Option(help="Folder of short trials: their best rate, and --fit.")] = None,
-    fit: Annotated[float, typer.Option(help="With --like: steps and views for a run of so many seconds.")] = 300,
+    like: Annotated[
+        Path | None, typer.Option(help="With --fit: folder of short trials, for their pace and best rate.")
+    ] = None,
+    fit: Annotated[
+        float, typer.Option(help="Steps and views of WRN-16-4 for a run of so many seconds; 0: the plan's.", min=0)
+    ] = 0,
     plan: Annotated[bool, typer.Option(help="Show the cells in order, with steps that fit into --within.")] = False,
     prepare: Annotated[bool, typer.Option(help="Check packages and data and calibrate noise; train nothing.")] = False,
     draw: Annotated[
@@ -56,10 +62,12 @@ def figure(
     sets = _names(datasets, tuple(room.EPSILONS), "datasets")
     ways = _names(methods, tuple(room.METHODS), "methods")
     changes = _changes(change or [])
-    if like is not None:
-        changes = _settled(out, like, fit) | changes
+    if like is not None and not fit:
+        raise WeightclipError("figure: --like says how long a step takes; give --fit SECONDS too.")
+    if fit:
+        changes = _settled(out if out != _OUT else _QUICK, like, fit) | changes
     if (limit is not None or changes) and out == _OUT:
-        out = Path("runs/quick/figure")  # a first look never replaces results
+        out = _QUICK  # a first look never replaces results
     cells = room.ablations(sets, ways) if ablation else room.cells(sets, ways, _levels(epsilons))
     if plan:
         _show(cells, within or 480)
@@ -97,14 +105,15 @@ def figure(
     typer.echo(json.dumps({"files": [str(f) for f in files]}) if as_json else f"written to {out}")
 
 
-def _settled(out: Path, like: Path, seconds: float) -> dict[str, object]:
-    """What the first call chose from the trials; later calls go on with it."""
+def _settled(out: Path, like: Path | None, seconds: float) -> dict[str, object]:
+    """What the first call chose for the time that was given; later calls go on with it."""
     from weightclip_studies.figure import ROWS_FILE, read_rows, settle
 
     file = out / "settled.json"
     if not file.exists():
         out.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(settle(read_rows(like / ROWS_FILE), seconds)) + "\n")
+        looked = [] if like is None else read_rows(like / ROWS_FILE)
+        file.write_text(json.dumps(settle(looked, seconds, _BENCH)) + "\n")
     found: dict[str, object] = json.loads(file.read_text())
     typer.echo(f"settled: {found}", err=True)
     return found
@@ -114,10 +123,9 @@ def _show(cells: list, seconds: float) -> None:
     """The cells in order: steps of each run, and how many fit."""
     from weightclip_studies.figure import steps_within
 
-    bench = Path("results/bench/step.csv")
     for cell in cells:
         recipe = cell.base()
-        fit = steps_within(recipe, seconds, bench) if bench.exists() else None
+        fit = steps_within(recipe, seconds, _BENCH) if _BENCH.exists() else None
         known = "not measured" if fit is None else f"about {fit} fit into {seconds:g} s of one H200"
         typer.echo(f"{cell.key}: {recipe.steps} steps of {recipe.batch} x {max(1, recipe.views)}; {known}")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from weightclip_studies.figure._driver import ROWS_FILE, Row, read_rows
 from weightclip_studies.figure._recipe import BY_OPACUS, Recipe, bounds_for, build
+from weightclip_studies.figure._rows import ROWS_FILE, Row, read_rows
 from weightclip_studies.images._settings import ALLOCATIONS
 
 _NARROW = {"wrn-16-4": "wrn-10-1", "wrn-40-4": "wrn-10-1"}

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import math
 import shutil
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,21 +21,24 @@ from weightclip.errors import WeightclipError
 from weightclip_studies.data import load_images
 from weightclip_studies.figure._plan import Cell, Place, next_place, open_sides
 from weightclip_studies.figure._recipe import BY_OPACUS, Recipe
+from weightclip_studies.figure._rows import CODE, ROWS_FILE, Row, append, is_current, of_recipe, read_rows, standing
 from weightclip_studies.figure._train import Crops, Trained, discard, train
 from weightclip_studies.images._nets import Pictures
 from weightclip_studies.images._noise import NoiseTable
 from weightclip_studies.images._training import accuracy
 
-ROWS_FILE = "figure.jsonl"
 _WHOLE = 0.98  # share of its steps that must be in the weights of a finished run
 _COMPILES = 60  # seconds without which a compiled run is not worth beginning
 CROPS = {"mnist": Crops(2, flip=False), "fashion_mnist": Crops(2), "cifar10": Crops(4)}
-Row = dict[str, Any]
 
 
 @dataclass
 class Figure:
     """Runs of the figure; each finished one is a row of ``out/figure.jsonl``, and none is made twice.
+
+    A row counts as made where its recipe (all settings), its number of records and, of a final run, the code are those
+    that it would have now: with other settings, or where more trials lead to another choice, new rows are made and the
+    table takes them as soon as there are as many seeds of them as of the old ones.
 
     Processes that make different methods or data sets may share a folder: a row is one short write at the file's end.
 
@@ -108,7 +110,7 @@ class Figure:
 
     def make(self, cell: Cell) -> bool:
         """Choose settings on a tenth of the training part, then train on all of it and test, once for each seed."""
-        while self.trials > 1:
+        for _ in range(self.trials if self.trials > 1 else 0):
             tried = self.tried(cell)
             place = next_place(cell, tried, self.trials, self._start(cell))
             if place is None:
@@ -118,19 +120,33 @@ class Figure:
             if not self._one(cell, "trial", self._recipe(cell, place), 0, fit, val, place=list(place)):
                 return False
         place = self.chosen(cell)
+        choice = {"place": list(place), "trials": len(self.tried(cell)), "open_sides": self.open_sides(cell)}
         for seed in range(self.seeds):
-            if any(r["stage"] == "final" and r["cell"] == cell.key and r["seed"] == seed for r in self.rows):
-                continue
-            train_part, test_part = self._parts(cell.dataset)
-            if not self._one(cell, "final", self._recipe(cell, place), seed, train_part, test_part, place=list(place),
-                             trials=len(self.tried(cell)), open_sides=self.open_sides(cell)):  # fmt: skip
-                return False
+            made = self._made(cell, place, seed)
+            if made is None:
+                train_part, test_part = self._parts(cell.dataset)
+                if not self._one(cell, "final", self._recipe(cell, place), seed, train_part, test_part, **choice):
+                    return False
+            elif any(made[key] != value for key, value in choice.items()):  # the same choice, of more trials
+                self._keep(made | choice)
         return True
 
+    def _made(self, cell: Cell, place: Place, seed: int) -> Row | None:
+        """The final run of these settings and this seed, if it is there and no older than a mend that concerns it."""
+        recipe, records = self._recipe(cell, place), self._size(cell.dataset)
+        found = [r for r in self.rows if r["stage"] == "final" and r["cell"] == cell.key and r["seed"] == seed
+                 and of_recipe(r, recipe, records) and is_current(r)]  # fmt: skip
+        return found[-1] if found else None
+
     def tried(self, cell: Cell) -> dict[Place, float]:
-        """Validation accuracy by place of the lattice."""
-        rows = [r for r in self.rows if r["stage"] == "trial" and r["cell"] == cell.key]
-        return {(r["place"][0], r["place"][1]): r["accuracy"] for r in rows}
+        """Validation accuracy by place of the lattice, of trials that would come out the same now."""
+        n, found = self._size(cell.dataset), {}
+        for row in self.rows:
+            if row["stage"] == "trial" and row["cell"] == cell.key:
+                place = (row["place"][0], row["place"][1])
+                if of_recipe(row, self._recipe(cell, place), n - n // 10):
+                    found[place] = row["accuracy"]
+        return found
 
     def chosen(self, cell: Cell) -> Place:
         """The place with the best validation accuracy, or where a search would start."""
@@ -144,7 +160,7 @@ class Figure:
 
     def _start(self, cell: Cell) -> Place:
         """Where the search of this method and set ended at the nearest epsilon, without changes; or the plan's."""
-        ended = [r for r in self.rows if r["stage"] == "final" and r["dataset"] == cell.dataset and r["trials"]
+        ended = [r for r in standing(self.rows) if r["dataset"] == cell.dataset and r["trials"]
                  and r["recipe"]["method"] == cell.method and r["cell"] != cell.key and not r["changes"]]  # fmt: skip
         if not ended:
             return cell.start
@@ -158,7 +174,8 @@ class Figure:
         if time.monotonic() + (_COMPILES if recipe.fast and fit.x.is_cuda else 0) > self.deadline:
             return False
         sigma = self._sigma(cell, recipe, len(fit))
-        told = json.dumps([cell.key, stage, recipe.to_dict(), sigma, seed, len(fit), more["place"]], sort_keys=True)
+        run = [cell.key, stage, recipe.to_dict(), sigma, seed, len(fit), more["place"], CODE]
+        told = json.dumps(run, sort_keys=True)
         folder = self.out / "runs" / hashlib.sha256(told.encode()).hexdigest()[:16]
         name = f"{cell.key} {stage} seed {seed}"
         done = train(fit, recipe, sigma, seed, folder, crops=CROPS[cell.dataset], deadline=self.deadline,
@@ -177,16 +194,21 @@ class Figure:
                "accuracy": accuracy(done.model, judge), "epsilon": None if cell.epsilon is None else spent,
                "target": cell.epsilon, "releases": done.releases, "updates": done.updates, "sigma": sigma,
                "records": len(fit), "seconds": round(done.seconds, 2), "step_ms": round(done.step_ms, 3),
-               "device": self._device_name(),
+               "device": self._device_name(), "code": CODE,
                "recipe": recipe.to_dict(), **more}  # fmt: skip
-        self.rows.append(row)
-        with (self.out / ROWS_FILE).open("a+b") as file:
-            torn = file.tell() and (file.seek(-1, 2), file.read(1))[1] != b"\n"  # a killed process left half a line
-            file.write(b"\n" * bool(torn) + json.dumps(row).encode() + b"\n")
+        self._keep(row)
         discard(folder)
         self.say(f"{cell.key} {stage} seed {seed}: {row['accuracy']:.2f}% in {row['seconds']:.0f} s, "
                  f"{row['step_ms']:.1f} ms a step, lr {recipe.learning_rate:g}, clip {recipe.clip:g}")  # fmt: skip
         return True
+
+    def _keep(self, row: Row) -> None:
+        self.rows.append(row)
+        append(self.out / ROWS_FILE, row)
+
+    def _size(self, dataset: str) -> int:
+        """Records of the training part."""
+        return len(self._raw(dataset, "train")[1][: self.limit])
 
     def _recipe(self, cell: Cell, place: Place) -> Recipe:
         recipe = cell.recipe(place)
@@ -228,39 +250,3 @@ def check_spent(cell: Cell, recipe: Recipe, done: Trained, fewer: bool = False) 
         raise WeightclipError(
             f"{cell.key}: {done.releases} releases of {recipe.steps}, epsilon {done.epsilon}, target {cell.epsilon}"
         )
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a file; a last line that was cut off by a kill is left out."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
-
-
-def summary(rows: Sequence[Row]) -> list[Row]:
-    """One row for each cell that was tested: median and standard error over seeds, what was chosen and how."""
-    found = []
-    for key in dict.fromkeys(r["cell"] for r in rows if r["stage"] == "final"):
-        finals = [r for r in rows if r["stage"] == "final" and r["cell"] == key]
-        accuracies, first = [r["accuracy"] for r in finals], finals[0]
-        spread = statistics.stdev(accuracies) / len(finals) ** 0.5 if len(finals) > 1 else None
-        recipe = first["recipe"]
-        found.append({
-            "dataset": first["dataset"], "network": recipe["network"], "method": recipe["method"],
-            "epsilon": "inf" if first["target"] is None else f"{first['target']:g}", "delta": 1e-5, "accountant": "pld",
-            "changes": " ".join(f"{k}={v}" for k, v in first["changes"].items()), "seeds": len(finals),
-            "median": f"{statistics.median(accuracies):.2f}", "sem": "" if spread is None else f"{spread:.3f}",
-            "trials": first["trials"], "at_edge": " ".join(first["open_sides"]), "batch": recipe["batch"],
-            "steps": first["releases"], "learning_rate": f"{recipe['learning_rate']:g}", "clip": f"{recipe['clip']:g}",
-            "views": recipe["views"], "group_norm": int(recipe["group_norm"]),
-            "standardise": int(recipe["standardise"]), "average": recipe["average"],
-            "seconds": f"{statistics.fmean(r['seconds'] for r in finals):.1f}",
-            "step_ms": f"{(pace := statistics.median(r['step_ms'] for r in finals)):.4g}",
-            "epoch_s": f"{1e-3 * pace * first['records'] / recipe['batch']:.4g}",
-            "device": first["device"],
-        })  # fmt: skip
-    return found

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weightclip_studies.figure._driver import ROWS_FILE, Row, read_rows, summary
 from weightclip_studies.figure._recipe import METHODS
+from weightclip_studies.figure._rows import ROWS_FILE, Row, read_rows, summary
 
 _TITLES = {"mnist": "MNIST, ConvNet", "fashion_mnist": "Fashion-MNIST, ConvNet", "cifar10": "CIFAR-10, WRN-16-4"}
 

@@ -19,11 +19,13 @@ EPSILONS: dict[str, tuple[float, ...]] = {
 }  # fmt: skip
 """The paper's figure was published without its axis as numbers: these are the budgets of the literature beside it."""
 
-_CONVNET = Recipe("convnet", "joint", batch=2048, steps=300, learning_rate=2e-3)
+_CONVNET = Recipe("convnet", "joint", batch=1024, steps=300, learning_rate=2e-3)
 # De et al. 2022 for WRN-16-4: batch 4096, group normalisation, weight standardisation, averaging, no momentum, learning
 # rate 4 in units of the threshold 1. Their multiplicity is 16; 4 is what a few minutes of one GPU allow.
 _WIDE = Recipe("wrn-16-4", "joint", batch=4096, steps=1000, learning_rate=4.0, adam=False, decay=False, average=0.999,
                group_norm=True, standardise=True, views=4, fast=True)  # fmt: skip
+# Plain training takes most of its accuracy from few steps of single views; that is what a row beside it may cost.
+_WIDE_PLAIN = {"views": 1, "steps": 600}
 _STEPS = {"convnet": {1.0: 200, 2.0: 250, 3.0: 300}, "wrn-16-4": {1.0: 400, 3.0: 700, 8.0: 1000}}
 # Where trials of the ConvNet ended on validation (results/figure/figure.jsonl), as places of the lattice. Its base
 # stays, so that places of rows that are there mean what they meant.
@@ -70,7 +72,8 @@ class Cell:
         changes = dict(self.changes)
         if self.method in BY_OPACUS:  # which takes one view of a record
             changes["views"] = min(changes.get("views", recipe.views), 1)
-        recipe = replace(recipe, method=self.method, steps=table[nearest], **changes)
+        known = {"steps": table[nearest]} | (_WIDE_PLAIN if recipe.fast and self.method == "plain" else {})
+        recipe = replace(recipe, method=self.method, **(known | changes))
         # a threshold over the whole gradient gives SGD its unit; elsewhere Adam finds one
         if recipe.adam or self.method not in ("joint", *BY_OPACUS):
             recipe = replace(recipe, adam=True, learning_rate=1e-3 if self.method == "plain" else 2e-3)
@@ -154,23 +157,26 @@ def _beside(cell: Cell, place: Place) -> list[Place]:
     return [(i + 1, j), (i - 1, j), (i, j + 1), (i, j - 1)][: 2 * len(axes(cell))]
 
 
-def settle(looked: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
-    """Changes for one run of about so many seconds, from short trials of it: nothing else of them is read.
+def settle(looked: Sequence[Mapping[str, Any]], seconds: float, bench: Path | None = None) -> dict[str, Any]:
+    """Changes for one run of WRN-16-4 of about so many seconds, fixed before its noise is calibrated.
 
-    The learning rate of the better validation accuracy; the most views of 4, 2 and 1 with which 500 steps fit, by the
-    trials' pace in rows; at most 2,400 steps, as De et al. have. Without trials: as fits into the slowest guess.
+    The pace is that of short trials in ``looked``, or else that of the committed times of steps in ``bench``. The most
+    views of 4, 2 and 1 with which 500 steps fit, and as many steps, at most the 2,400 of De et al. Of trials the learning
+    rate of the better validation accuracy besides. Without either: as fits into the slowest guess.
     """
     trials = [r for r in looked if r["stage"] == "trial"]
-    if not trials:
+    fitting, found = dict[int, int](), dict[str, Any]()
+    if trials:
+        row_ms = min(r["step_ms"] / (r["recipe"]["batch"] * max(1, r["recipe"]["views"])) for r in trials)
+        recipe = max(trials, key=lambda r: r["accuracy"])["recipe"]
+        fitting = {k: math.floor(1e3 * seconds / (row_ms * recipe["batch"] * k)) for k in (4, 2, 1)}
+        found["learning_rate"] = recipe["learning_rate"]
+    elif bench is not None and bench.exists():
+        fitting = {k: steps_within(replace(_WIDE, views=k), seconds, bench) or 0 for k in (4, 2, 1)}
+    if not any(fitting.values()):
         return {"steps": 500, "views": 2}
-    row_ms = min(r["step_ms"] / (r["recipe"]["batch"] * max(1, r["recipe"]["views"])) for r in trials)
-    recipe = max(trials, key=lambda r: r["accuracy"])["recipe"]
-    steps = views = 0
-    for views in (4, 2, 1):
-        steps = math.floor(1e3 * seconds / (row_ms * recipe["batch"] * views) / 50) * 50
-        if steps >= 500:
-            break
-    return {"steps": min(max(steps, 100), 2400), "views": views, "learning_rate": recipe["learning_rate"]}
+    views = next((k for k, steps in fitting.items() if steps >= 500), 1)
+    return {"steps": min(max(fitting[views] // 50 * 50, 100), 2400), "views": views, **found}
 
 
 def steps_within(recipe: Recipe, seconds: float, bench: Path) -> int | None:
