@@ -2,9 +2,10 @@
 # Image rows on one GPU that other jobs share. Data and packages come in several calls, jobs run between them:
 #   sh studies/benchmarks/images_gpu.sh bring FOLDER...     copies runs/gpu/site and folders of image sets to $WORK, and
 #       runs/gpu/extractor: what an earlier machine kept (weights, perhaps of its snapshot, and results.tar.gz)
-#   OUT=... sh studies/benchmarks/images_gpu.sh smoke       a minute: step times of extractor, ConvNet, WRN-16-4; rates
+#   OUT=... sh studies/benchmarks/images_gpu.sh smoke       a minute: step times of extractor, ConvNet and WRN-16-4
 #   sh studies/benchmarks/images_gpu.sh start JOB [option]  train | heads | figure | wrn, in the background
-#       LIMIT=420: seconds of figure or wrn. MPS=1: jobs share the card by mps.sh. SETS="mnist": data sets of figure
+#       LIMIT=420: seconds of figure or wrn. MPS=1: jobs share the card by mps.sh. SETS="mnist": data sets of figure.
+#       FIT=300: seconds that the steps of wrn would take alone
 #   OUT=... sh studies/benchmarks/images_gpu.sh look        last lines of all logs, and an archive of what is to be kept
 #   OUT=... sh studies/benchmarks/images_gpu.sh wait 500    the same when the jobs have ended, after 500 seconds at the latest
 # A machine that goes back when nothing is asked of it takes its jobs along: let the last call of a series be a `wait`.
@@ -30,17 +31,14 @@ left() { echo $((UNTIL - $(date +%s))); } # seconds of a job
 rows() { # data set, methods, options: cells of the ConvNet while there is time; what failed is tried once more
     [ "$(left)" -gt 5 ] || return 0
     dataset=$1 methods=$2; shift 2
-    case " $* " in *" --ablation "*) number="--trials 1 --seeds 1" ;; *) number="--trials 3 --seeds 3" ;; esac
-    set -- --datasets "$dataset" --methods "$methods" --change batch=1024 $number "$@"
+    case " $* " in *" --ablation "*) number="--trials 1 --seeds 1" ;; *) number="--trials 5 --seeds 3" ;; esac
+    set -- --datasets "$dataset" --methods "$methods" $number "$@"
     figure "$WORK/figure" "$@" --within "$(left)" || figure "$WORK/figure" "$@" --within "$(left)" || true
 }
 wide() { # folder, options: the Wide-ResNet; without the compiler if it fails with it
     folder=$WORK/$1; shift
     set -- --datasets cifar10 --epsilons 8 --methods joint "$@"
     figure "$folder" "$@" || TORCHDYNAMO_DISABLE=1 figure "$folder" "$@" || true
-}
-short() { # two learning rates on validation, 100 steps each
-    wide wrn-look --trials 2 --seeds 0 --change steps=100 --change views=2 --within 240 "$@"
 }
 what=$1; shift
 case $what in
@@ -53,8 +51,10 @@ bring)
 smoke) # needs mnist and fashion_mnist; the Wide-ResNet needs cifar10
     (study extractor train --images 40960 --steps 150 --out "$WORK/smoke" --work "$WORK/smoke" 2>&1 | sed 's/^/extractor: /') &
     (figure "$WORK/smoke/convnet" --datasets mnist --epsilons 3 --methods joint,opacus --trials 2 --seeds 0 \
-        --change batch=1024 2>&1 | sed 's/^/figure: /') &
-    if [ -d "$WORK/data/cifar10" ]; then (short 2>&1 | sed 's/^/wrn: /') & fi
+        2>&1 | sed 's/^/figure: /') &
+    if [ -d "$WORK/data/cifar10" ]; then
+        (wide smoke/wrn --trials 1 --seeds 1 --change steps=20 2>&1 | sed 's/^/wrn: /') &
+    fi
     wait ;;
 run)
     job=$1; shift
@@ -68,20 +68,18 @@ run)
             [ -f "$WORK/train.pid" ] || cp "$WORK"/extractor-work/snapshot/* "$WORK/extractor/"
             sleep 1
         done
-        for methods in lip-weights lip-weights,non-private; do
+        for rows in "joined lip-weights" "joined lip-weights,dp-sgd,non-private" "learned lip-weights,non-private"; do
             study extractor plan --work "$WORK/plan" --out "$WORK/kept" --earlier "$WORK/extractor" --trials 14 \
-                --table "$WORK/tree/results/images/noise.json" --methods "$methods" "$@" || true
+                --table "$WORK/tree/results/images/noise.json" --features ${rows% *} --methods ${rows#* } "$@" || true
         done ;;
-    figure) # two processes a set: the floor's rows, then the other methods, then ablations with one seed
+    figure) # three processes a set: the floor's rows, then the other methods, then ablations with one seed
         for dataset in ${SETS:-mnist fashion_mnist}; do
-            (rows $dataset joint "$@"; rows $dataset weights,fix "$@"; rows $dataset joint --ablation "$@") &
-            (rows $dataset opacus "$@"; rows $dataset plain,factors "$@"; rows $dataset weights --ablation "$@"
-             rows $dataset caps "$@"; rows $dataset opacus-adaptive "$@") &
+            (rows $dataset caps "$@"; rows $dataset factors "$@"; rows $dataset joint --ablation "$@") &
+            (rows $dataset joint "$@"; rows $dataset plain,weights "$@"; rows $dataset weights --ablation "$@") &
+            (rows $dataset opacus "$@"; rows $dataset opacus-adaptive,fix "$@") &
         done; wait ;;
-    wrn) # one run as long as the time that is left, by the better rate and the pace of short ones
-        [ -f "$WORK/wrn/settled.json" ] || short "$@"
-        fit=$(($(left) - 60)); [ $fit -gt 60 ] || fit=60
-        wide wrn --trials 1 --seeds 1 --like "$WORK/wrn-look" --fit $fit --within "$(left)" --finish "$@" ;;
+    wrn) # one run of so many steps and views as fit into FIT seconds by the committed times of steps
+        wide wrn --trials 1 --seeds 1 --fit "${FIT:-300}" --within "$(left)" --finish "$@" ;;
     esac ;;
 start)
     job=$1
@@ -98,6 +96,6 @@ look)
     if there "$WORK"/extractor/resnet9-*.json; then cp "$WORK"/extractor/resnet9-* "$OUT/"
     elif there "$WORK"/extractor-work/snapshot/*.json; then cp -r "$WORK/extractor-work/snapshot" "$OUT/"; fi
     cp "$WORK"/wrn/runs/*/step-*/average.safetensors "$OUT/wrn-average.safetensors" 2>/dev/null || true  # so far
-    found=$(cd "$WORK" && ls -d *.log figure/*.json* wrn/*.json* wrn-look/*.json* 2>/dev/null || true)
+    found=$(cd "$WORK" && ls -d *.log figure/*.json* wrn/*.json* 2>/dev/null || true)
     if [ "$found" ]; then tar czf "$OUT/rows.tar.gz" -C "$WORK" $found; else echo "no rows yet"; fi ;;
 esac
