@@ -43,7 +43,7 @@ wide() { # folder, options: the Wide-ResNet; without the compiler if it fails wi
 what=$1; shift
 case $what in
 bring)
-    mkdir -p "$WORK/tree"; cp -r src studies results pyproject.toml "$WORK/tree/"
+    if [ ! -d "$WORK/tree" ]; then mkdir "$WORK/tree"; cp -r src studies results pyproject.toml "$WORK/tree/"; fi # of the first call
     for folder in site extractor; do if [ -d "runs/gpu/$folder" ]; then cp -r "runs/gpu/$folder" "$WORK/"; fi; done
     for folder in "$@"; do cp -r "$folder"/* "$WORK/data/"; done
     python3 studies/benchmarks/need.py torch numpy scipy sklearn safetensors PIL dp_accounting opacus typer rich
