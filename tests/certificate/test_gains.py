@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tests.engine_kit import cnn, mlp, pictures, private, residual, table
+from tests.engine_kit import cnn, mlp, pictures, private, residual, same_bits, table
 from torch import nn
 
 import weightclip as wc
@@ -180,3 +180,29 @@ def test_a_weight_just_below_its_limit_is_bounded_by_the_limit_once_it_was_round
     true = float(torch.linalg.matrix_norm(first.weight.detach().double(), 2))
     assert true > before * (1 + 1e-9), "not a case"
     assert gains._clipped is not None and float(gains._clipped.norms[0]) >= true  # inflation for products not counted
+
+
+@pytest.mark.parametrize("spectral", [True, False])
+def test_what_clipping_moves_before_the_first_step_is_no_drift(spectral: bool) -> None:
+    """The model arrives with other norms than it is trained under."""
+    settings = {"input_radius": 1.0, "weight_norm": 0.3, "spectral": spectral}
+    lazy, fresh = (
+        private(mlp(), table(8), sigma=1.0, bounds=wc.Bounds(refresh=r, **settings)).layers()  # type: ignore[arg-type]
+        for r in (16, 1)
+    )
+    for name in fresh:
+        assert lazy[name]["sensitivity"] == pytest.approx(fresh[name]["sensitivity"], rel=1e-6)
+
+
+def test_an_exact_resume_right_after_weights_were_clipped(tmp_path) -> None:
+    def started():
+        bounds = wc.Bounds(input_radius=1.0, weight_norm=0.5, spectral=False, refresh=3)
+        return private(mlp(), table(8), sigma=1.0, bounds=bounds)
+
+    whole, first = started().train(7), started().train(6)
+    first.engine.save(tmp_path / "run")
+    second = started()
+    with pytest.warns(UserWarning, match="resumed without a ledger"):
+        second.engine.load(tmp_path / "run", exact=True)
+    second.train(1)
+    assert same_bits(whole.weights(), second.weights())

@@ -14,6 +14,7 @@ from weightclip.bounds._clipping import SpectralProjection as SpectralProjection
 from weightclip.bounds._clipping import Sphere as Sphere
 from weightclip.bounds._clipping import Strategy as Strategy
 from weightclip.bounds._clipping import clip_weights_ as clip_weights_
+from weightclip.bounds._conv import gain_is_norm as gain_is_norm
 from weightclip.bounds._conv import kernel_overlap as kernel_overlap
 from weightclip.bounds._dense import positions as positions
 from weightclip.bounds._layer import LayerRule as LayerRule
@@ -25,11 +26,14 @@ from weightclip.bounds._layer_norms import is_layer as is_layer
 from weightclip.bounds._layer_norms import layer_norm_tensor as layer_norm_tensor
 from weightclip.bounds._layer_norms import norm_function as norm_function
 from weightclip.bounds._layer_norms import operator_norm_bound as operator_norm_bound
+from weightclip.bounds._narrow import narrow_norm as narrow_norm
+from weightclip.bounds._narrow import row_frobenius as row_frobenius
 from weightclip.bounds._operator_norms import dense_norm as dense_norm
 from weightclip.bounds._operator_norms import gram_iteration as gram_iteration
 from weightclip.bounds._operator_norms import largest_eigenvalues as largest_eigenvalues
 from weightclip.bounds._operator_norms import spectral_norm as spectral_norm
 from weightclip.bounds._operator_norms import spectral_number as spectral_number
+from weightclip.bounds._proved import proved_eigenvalue as proved_eigenvalue
 from weightclip.bounds._rule import Edge as Edge
 from weightclip.bounds._rule import Effect as Effect
 from weightclip.bounds._rule import Op as Op

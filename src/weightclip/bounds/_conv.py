@@ -10,7 +10,8 @@ from torch import nn
 from weightclip import nn as wnn
 from weightclip._torch import ConvNd, ConvTransposeNd
 from weightclip.bounds._conv_norms import overlap
-from weightclip.bounds._layer import LayerRule, Numerics, bias_norm, pythagoras, register_layer
+from weightclip.bounds._dense import DenseRule
+from weightclip.bounds._layer import LayerRule, Numerics, bias_norm, layer_rule, pythagoras, register_layer
 from weightclip.bounds._layer_norms import layer_norm_tensor
 from weightclip.bounds._rule import Op, Scalar, plus, times
 from weightclip.errors import CertificationError
@@ -100,3 +101,12 @@ for _kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
 # W-hat, the factor is that of a convolution, and the sensitivity bounds dL/dW-hat, which has as many entries as W: the
 # noise belongs there, and the release pulls it back through the public Jacobian.
 register_layer(wnn.StandardizedConv2d, ConvRule())
+
+
+def gain_is_norm(module: nn.Module) -> bool:
+    """Whether this is a dense or convolutional layer whose gain, by a rule of this package, is a norm of its weight.
+
+    Such norms can be found for many layers at once, and moved weights move them by no more than the norm of the move.
+    A rule of a user's own (:func:`register_layer`) may say anything.
+    """
+    return type(layer_rule(module)) in (DenseRule, ConvRule, ConvTransposeRule)

@@ -93,6 +93,9 @@ def gram_iteration(
     """
     if dtype not in (torch.float64, torch.float32):
         raise CertificationError(f"gram_iteration in {dtype}: only float64 and float32 have a rounding margin here")
+    if dtype == torch.float32 and torch.is_autocast_enabled(weight.device.type):  # it would round what is multiplied
+        with torch.autocast(weight.device.type, enabled=False):
+            return gram_iteration(weight, iterations, dtype)
     weight = weight.detach()
     if weight.numel() == 0:
         return _zeros(weight)

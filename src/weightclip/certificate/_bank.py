@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from weightclip._device import constant
 from weightclip._torch import ConvNd, ConvTransposeNd
-from weightclip.bounds import gram_iteration, kernel_overlap, largest_eigenvalues, spectral_number
+from weightclip.bounds import gram_iteration, kernel_overlap, largest_eigenvalues, proved_eigenvalue, spectral_number
 
 _BLOCK = 1024  # terms a float32 product may add up before its result goes into a float64 sum
 _LARGE = 1 << 21  # multiply-adds beyond which a CPU Gram matrix is formed in float32 blocks
 _TOGETHER = 1 << 30  # multiply-adds of one product of a batch, below which matrices of all sizes share it
+_WIDE = 2048  # order (rounded up to a power of two) from which a proof takes a device less time than nine products
 _ITERATIONS = 9  # excess of the Gram iteration: below n^(1/2^(J+2)), 0.3% at n = 256
 
 
@@ -35,7 +36,8 @@ class NormBank:
 
     Formal guarantees:
         Every number returned is an upper bound of the layer's l2 operator norm at the present weights (cast to
-        ``dtype``), the rounding of this computation included; only weights are read. Nothing waits for the device.
+        ``dtype``), the rounding of this computation included; only weights are read. Nothing waits for the device,
+        unless the caller lets it.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
@@ -56,8 +58,14 @@ class NormBank:
             return self.vector(dtype).tolist()
         return [spectral_number(m) * (f * (1 + 1e-12)) for m, f in zip(matrices, self.factors.values(), strict=True)]
 
-    def vector(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Bounds of all layers in their order, float64."""
+    def vector(self, dtype: torch.dtype = torch.float32, wait: bool = False) -> Tensor:
+        """Bounds of all layers in their order, float64.
+
+        Args:
+            dtype: type that the forward pass casts weights to.
+            wait: whether the host may wait for the device, which makes the norms of wide layers cheaper and tighter.
+                Not within what is recorded.
+        """
         parts: dict[int, list[_Part]] = {}  # by size
         found: list[list[Tensor]] = [[] for _ in self.layers]
         for i, (module, weight) in enumerate(zip(self.layers.values(), self.weights(), strict=True)):
@@ -72,10 +80,10 @@ class NormBank:
                 )
         groups = _merged(parts)
         if len(groups) == 1 and [p.layer for p in next(iter(groups.values()))] == list(range(len(self.layers))):
-            norms = _largest(*groups.popitem())  # one matrix a layer, all in one batch: the usual case on a device
+            norms = _largest(*groups.popitem(), wait)  # one matrix a layer, in one batch: the usual case on a device
         else:
             for size, entries in groups.items():
-                for part, norm in zip(entries, _largest(size, entries).unbind(), strict=True):
+                for part, norm in zip(entries, _largest(size, entries, wait).unbind(), strict=True):
                     found[part.layer].append(norm)
             norms = torch.stack([p[0] if len(p) == 1 else torch.stack(p).amax() for p in found])
         return norms * constant(tuple(f * (1 + 1e-12) for f in self.factors.values()), norms.device)
@@ -88,12 +96,21 @@ def _small(matrix: Tensor) -> bool:
 
 def _matrix(module: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight as (rows, columns), or (groups, rows, columns) for a grouped convolution."""
-    weight = weight if weight.dtype == dtype or dtype == torch.float32 else weight.to(dtype).to(weight.dtype)
+    return as_matrix(module, as_cast(weight, dtype))
+
+
+def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
+    """Any tensor of the weight's shape as (rows, columns), or (groups, rows, columns) for a grouped convolution."""
     if not isinstance(module, ConvNd):
         return weight
     if isinstance(module, ConvTransposeNd) or module.groups > 1:
         return weight.reshape(module.groups, weight.shape[0] // module.groups, -1)
     return weight.flatten(1)
+
+
+def as_cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers the forward pass multiplies by, in the type the weight is stored in; float32 stands for no cast."""
+    return weight if weight.dtype == dtype or dtype == torch.float32 else weight.to(dtype).to(weight.dtype)
 
 
 def _bucket(n: int) -> int:
@@ -117,7 +134,7 @@ def _gram(matrix: Tensor) -> tuple[Tensor, float]:
     """
     a = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT  # n x k, n the smaller side
     k = a.shape[-1]
-    if a.device.type != "cpu" or a.dtype == torch.float64:
+    if a.device.type != "cpu" or a.dtype == torch.float64 or _narrowed():
         wide = a.double()
         return wide @ wide.mT, (k + 8) * 2.0**-52
     total = torch.zeros((*a.shape[:-1], a.shape[-2]), dtype=torch.float64)
@@ -128,8 +145,16 @@ def _gram(matrix: Tensor) -> tuple[Tensor, float]:
     return total, terms * 2.0**-24 / (1 - 2 * terms * 2.0**-24)
 
 
-def _largest(size: int, entries: list[_Part]) -> Tensor:
+def _narrowed() -> bool:
+    """Whether products of float32 matrices on the CPU may be rounded to less: by autocast or by a setting of torch."""
+    precision = cast(Any, torch.backends).mkldnn.matmul.fp32_precision
+    return torch.is_autocast_enabled("cpu") or precision not in ("ieee", "none")
+
+
+def _largest(size: int, entries: list[_Part], wait: bool = False) -> Tensor:
     """Upper bounds of ||A||_2 from symmetric matrices A A^T, padded with zeros to one size."""
+    if wait and size >= _WIDE and entries[0].gram.device.type != "cpu":
+        return _largest_proved(size, entries)
     stack = entries[0].gram.new_zeros(len(entries), size, size)
     for i, part in enumerate(entries):
         n = part.gram.shape[-1]
@@ -141,3 +166,16 @@ def _largest(size: int, entries: list[_Part]) -> Tensor:
         norms = gram_iteration(stack, _ITERATIONS, moderate=all(part.narrow for part in entries))
     trace = stack.diagonal(dim1=-2, dim2=-1).sum(-1)
     return (norms + trace * constant(tuple(part.share * (1 + 1e-9) for part in entries), stack.device)).sqrt()
+
+
+def _largest_proved(size: int, entries: list[_Part]) -> Tensor:
+    """The same one by one, as far as a guess can be proved."""
+    found = []
+    for part in entries:
+        top = proved_eigenvalue(part.gram)
+        if top is None:
+            found.append(_largest(size, [part])[0])
+            continue
+        error = part.gram.trace() * (part.share * (1 + 1e-9))
+        found.append((error + top).sqrt() * (1 + 2.0**-50))
+    return torch.stack(found)

@@ -88,8 +88,8 @@ class Bounds:
         adaptive: Let layer_radius, cotangent_radius and layer_cap follow private quantiles from where they start.
         p: Exponent of the backward chain: 1, 2 or inf.
         clip: How weights are brought to norm C.
-        refresh: Recompute certified norms, and clip weights, every that many steps; in between the Frobenius drift
-            bound is added to the norms.
+        refresh: Recompute certified norms, and clip weights, every that many steps; in between a bound of how far
+            weights have moved is added to the norms, and the noise grows with it.
         spectral: Use the DFT bound of convolutions too (tighter, slower) where it applies.
         caps: How capped convolutions measure a record's gradient; by default the cheapest exact way. A mapping {module
             name: way} chooses for each layer cap; convolutions it does not name take the free bound.

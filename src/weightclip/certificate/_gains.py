@@ -1,4 +1,4 @@
-"""Certified gains over training: recomputed every r steps, enlarged by the Frobenius drift in between."""
+"""Certified gains over training: recomputed every r steps, enlarged by how far weights have moved in between."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from weightclip.bounds import (
     Rescale,
     Scalar,
     effective_weight,
+    gain_is_norm,
     is_layer,
     kernel_overlap,
     layer_rule,
     norm_function,
 )
-from weightclip.certificate._bank import NormBank
+from weightclip.certificate._bank import NormBank, as_cast
 from weightclip.certificate._bounds import Bounds
+from weightclip.certificate._drift import drift
 from weightclip.certificate._open import OpenPlan
 from weightclip.certificate._plan import Plan
 
@@ -35,7 +37,8 @@ class Gains:
 
     Formal guarantees:
         ``current`` returns, for every such layer, an upper bound of its gain at the present weights: a certified norm
-        at some earlier step s plus sqrt(m) ||theta_t - theta_s||_F (m the kernel overlap, 1 for dense layers).
+        at some earlier step s plus sqrt(m) times a bound of ||theta_t - theta_s|| (m the kernel overlap, 1 for dense
+        layers), at most the Frobenius norm.
     """
 
     def __init__(self, plan: Plan | OpenPlan, bounds: Bounds, recorder: Recorder | None = None) -> None:
@@ -43,7 +46,7 @@ class Gains:
         self.recorder = recorder or Recorder(torch.device("cpu"))
         self._since: int | None = None  # the step of the last snapshot
         # without the DFT bound all norms are of one kind and can be taken together
-        together = not bounds.spectral and bounds.p == 2 and self.refresh == 1
+        together = not bounds.spectral and bounds.p == 2
         layers = _plain_layers(plan)
         self.bank = NormBank(layers) if together and layers else None
         self._weightless: dict[int, bool] = {}
@@ -58,23 +61,44 @@ class Gains:
         """Bounds to use at ``step``; empty when every gain is to be evaluated afresh, infinite where none is wanted."""
         if not self.plan.needs_gains:
             return dict.fromkeys(_plain_layers(self.plan), math.inf)
-        if self.bank is not None:
-            return self._from_bank(self.bank, numerics)
         if self.refresh == 1:
-            return {}
-        if self._since is None or not 0 <= step - self._since < self.refresh or numerics != self._numerics:
-            self._snapshot(numerics)
-            self._since = step
+            return {} if self.bank is None else self._from_bank(self.bank, numerics)
+        self.renew(numerics, step)
         known = {}
         for path, then in self._then.items():
             module = self.plan.model.get_submodule(path)
-            now = effective_weight(module).to(numerics.weights)
             m = kernel_overlap(module) if isinstance(module, ConvNd) else 1
             rule = layer_rule(module)
             assert rule is not None
-            drift = torch.linalg.vector_norm(now.float() - then.float(), dtype=torch.float64)
-            known[path] = self._gain[path] + math.sqrt(m) * drift * (1 + 1e-6) * rule.inflation(module, numerics)
+            moved = drift(module, as_cast(effective_weight(module).detach(), numerics.weights), then)
+            known[path] = self._gain[path] + math.sqrt(m) * moved * (1 + 1e-9) * rule.inflation(module, numerics)
         return known
+
+    @torch.no_grad()
+    def renew(self, numerics: Numerics, step: int) -> bool:
+        """Take a snapshot if one is due at ``step``; whether it was. Between two, ``current`` may be recorded."""
+        if self.refresh == 1 or not self.plan.needs_gains:
+            return False
+        if self._since is not None and 0 <= step - self._since < self.refresh and numerics == self._numerics:
+            return False
+        self._snapshot(numerics)
+        self._since = step
+        return True
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Weights were clipped: between refreshes, certify them as they are now, for the steps up to the next."""
+        if self.refresh == 1 or not self.plan.needs_gains:
+            return
+        self._snapshot(self._numerics or Numerics())
+        self._clipped = None  # not for a snapshot after later steps: not every write to a weight can be seen
+        # clipping comes at multiples of `refresh`; were this not the present step, there would be one more snapshot
+        self._since = 0 if self._since is None else (self._since // self.refresh + 1) * self.refresh
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where the last snapshot lies."""
+        return tuple(t.data_ptr() for t in (*self._then.values(), *self._gain.values()))
 
     def _from_bank(self, bank: NormBank, numerics: Numerics) -> dict[str, Scalar]:
         kept = self._clipped if numerics.weights == torch.float32 else None
@@ -82,7 +106,7 @@ class Gains:
         norms = None if kept is None else kept.norms_if_unchanged(bank, weights)
         if norms is None:
             on_host = weights[0].is_cpu
-            norms = bank.numbers(weights, numerics.weights) if on_host else bank.vector(numerics.weights)
+            norms = bank.numbers(weights, numerics.weights) if on_host else bank.vector(numerics.weights, self._waits)
         if numerics not in self._inflations:
             rules = [(layer_rule(module), module) for module in bank.layers.values()]
             self._inflations[numerics] = tuple(r.inflation(m, numerics) for r, m in rules if r is not None)
@@ -90,6 +114,11 @@ class Gains:
         if isinstance(norms, list):
             return {path: n * i for path, n, i in zip(bank.layers, norms, inflations, strict=True)}
         return dict(zip(bank.layers, (norms * constant(inflations, norms.device)).unbind(), strict=True))
+
+    @property
+    def _waits(self) -> bool:
+        """Norms that serve many steps are never part of what is recorded: finding them may wait for the device."""
+        return self.refresh > 1
 
     def clip(self, limits: dict[str, float]) -> None:
         """ClipWeights by rescaling (the paper's), on the norms of the bank, which then serve the next evaluation."""
@@ -100,7 +129,7 @@ class Gains:
             self._clipped = _Clipped(norms, _versions(weights), _frobenius(weights))
             return
         places = tuple([(weight.data_ptr(), weight.stride()) for weight in weights])
-        found = self.recorder(("clip", places), lambda: self._rescale(limits))
+        found = self._rescale(limits) if self._waits else self.recorder(("clip", places), lambda: self._rescale(limits))
         if self._kept is None:  # a place of its own: what is recorded reads it there
             self._kept = torch.empty_like(found)
         self._kept.copy_(found)
@@ -117,7 +146,7 @@ class Gains:
     def _rescale(self, limits: dict[str, float]) -> Tensor:
         """The same on a device; bounds of norms, and Frobenius norms, after that: 2 x layers, float64."""
         assert self.bank is not None
-        norms, layers = self.bank.vector(), self.bank.layers
+        norms, layers = self.bank.vector(wait=self._waits), self.bank.layers
         weights = {path: cast(Tensor, layers[path].weight) for path in limits}
         room = {path: _room(weight) for path, weight in weights.items()}
         most = tuple(limits.get(path, math.inf) for path in layers)
@@ -173,14 +202,28 @@ class Gains:
             self._then[path] = tensors[f"gains.{path}"].to(device)
 
     def _snapshot(self, numerics: Numerics) -> None:
-        self._numerics, self._gain, self._then = numerics, {}, {}
+        """Certify the norms of the weights as they are, and keep a copy of them, in the places of the last one."""
         assert self.plan.graph is not None
+        known = {} if self.bank is None else self._from_bank(self.bank, numerics)  # those that clipping has just found
+        gain: dict[str, Tensor] = {}
+        then: dict[str, Tensor] = {}
         for node in self.plan.graph.nodes:
-            module = node.op.module
-            if node.layer is None or module is None or not is_layer(module) or node.op.path in self._gain:
-                continue
-            self._then[node.op.path] = effective_weight(module).to(numerics.weights, copy=True)
-            self._gain[node.op.path] = cast(Tensor, node.layer.gain(module, node.op, 2, numerics))
+            module, path = node.op.module, node.op.path
+            if node.layer is None or module is None or not gain_is_norm(module) or path in gain:
+                continue  # others are evaluated afresh at every step
+            weight = as_cast(effective_weight(module).detach(), numerics.weights)
+            found = known[path] if path in known else node.layer.gain(module, node.op, 2, numerics)
+            found = torch.as_tensor(found, dtype=torch.float64, device=weight.device)
+            gain[path] = _kept_in(self._gain.get(path), found)
+            then[path] = _kept_in(self._then.get(path), weight)
+        self._numerics, self._gain, self._then = numerics, gain, then
+
+
+def _kept_in(place: Tensor | None, value: Tensor) -> Tensor:
+    """A copy of the value, in a place that recorded work may know."""
+    if place is None or (place.shape, place.dtype, place.device) != (value.shape, value.dtype, value.device):
+        return value.clone()
+    return place.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -235,29 +278,39 @@ class WeightClipper:
 
     def __init__(self, model: nn.Module, bounds: Bounds, paths: list[str], gains: Gains) -> None:
         self.strategy, self.gains = bounds.clip, gains
-        self.limits: dict[str, float] = {}
-        self.work = []
+        self.limits: dict[str, float] = {}  # of layers whose norms the bank finds
+        self.work = []  # of all others
+        self.by_bank = gains.bank is not None and isinstance(self.strategy, Rescale)
+        banked = gains.bank.layers if gains.bank is not None and self.by_bank else {}
         for path in paths:
             module, limit = model.get_submodule(path), bounds.of("weight_norm", path)
             if hasattr(module, "effective_weight"):  # clipping W would not bound W-hat, whose norm is certified anyway
                 continue
-            if limit is not None and is_layer(module) and cast(Tensor, module.weight).requires_grad:
-                self.work.append((cast(Tensor, module.weight), float(limit), norm_function(module, bounds.p)))
+            if limit is None or not is_layer(module) or not cast(Tensor, module.weight).requires_grad:
+                continue
+            if path in banked:
                 self.limits[path] = float(limit)
+            else:
+                self.work.append((cast(Tensor, module.weight), float(limit), norm_function(module, bounds.p)))
 
     @torch.no_grad()
     def __call__(self) -> None:
-        if self.gains.bank is not None and isinstance(self.strategy, Rescale):
-            self.gains.clip(self.limits)
-            return
         for weight, limit, norm in self.work:
             self.strategy(weight, limit, norm)
+        if self.by_bank:
+            self.gains.clip(self.limits)
+        self.gains.settle()
+
+    @property
+    def due(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.work) or bool(self.limits)
 
 
 def _plain_layers(plan: Plan | OpenPlan) -> dict[str, nn.Module]:
-    """Linear and Conv layers that compute with their weight itself."""
+    """Linear and Conv layers that compute with their weight itself, by no rule of a user's own."""
     layers = plan.modules()
-    return {path: m for path, m in layers if is_layer(m) and not hasattr(m, "effective_weight")}
+    return {path: m for path, m in layers if gain_is_norm(m) and not hasattr(m, "effective_weight")}
 
 
 @functools.cache

@@ -151,6 +151,7 @@ class Sensitivities:
 
         The key holds what the evaluation reads besides the values of weights and buffers: the graph of the present
         mode, how passes round, the loss's bound, where tensors lie, and whether clipping has left norms to start from.
+        Norms that serve several steps are certified before, and what is recorded looks at how far weights have moved.
         """
         device, plan = self.training.engine.device, self.plan
         constant: Any = id(plan)  # limits that are public constants ask for nothing else
@@ -170,9 +171,10 @@ class Sensitivities:
 
         if self._weightless:
             return self._constants.setdefault(constant, work())
-        if self.gains.refresh > 1:  # takes snapshots on its way
+        if self.gains.renew(numerics_for(device, self.autocast), self.training.engine.steps):  # may wait for the device
             return work()
-        found = self.recorder(("bounds", constant, self.gains.clipped, self.training.watch.addresses()), work)
+        places = (self.training.watch.addresses(), self.gains.places)
+        found = self.recorder(("bounds", constant, self.gains.clipped, places), work)
         if device.type != found[0].device.type:  # plain numbers: no weight was looked at
             self._constants[constant] = found
         return found

@@ -265,8 +265,8 @@ class Training:
         On a device this waits, so that it is done at the first steps and every 64th: nothing private depends on it.
         """
         if upstream.is_cpu or self.engine.steps < 2 or self.engine.steps % 64 == 0:
-            factor = float(upstream)
-            if not any(math.isclose(factor, allowed, rel_tol=1e-6) for allowed in (1.0, self.engine.loss_scale)):
+            factor, scales = float(upstream), (1.0, self.engine.loss_scale)
+            if factor not in scales and not any(math.isclose(factor, allowed, rel_tol=1e-6) for allowed in scales):
                 self.drop()
                 raise ContractError(
                     f"the private loss was multiplied by {factor:g} before backward(): call backward() on the "
@@ -395,5 +395,5 @@ class Training:
         if not self._skip:
             self.gate.clear()
             due = self.engine.steps % self.engine.bounds.refresh == 0
-            if due and (self.clip.work or self.plan.graph is not None):  # norms it finds serve the next certificate
+            if due and (self.clip.due or self.plan.graph is not None):  # norms it finds serve the next certificate
                 self.clip()
