@@ -55,7 +55,7 @@ test-install:
 	$(PYTHON) tools/fresh_install.py $(TORCH)
 
 test-kernels: setup
-	$(SINGLE) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/factors/kernels/test_products.py tests/factors/kernels/test_tiles.py tests/mutants/test_tile_mutants.py tests/factors/kernels/test_one_launch.py
+	$(SINGLE) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/factors/kernels tests/mutants/test_tile_mutants.py tests/mutants/test_product_mutants.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Norms over positions: Grams and products agree, in pieces as at once, and what is stored does not grow with records."""
+"""Norms over positions: Grams and products agree, in pieces as at once; what is stored does not grow with records."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ from weightclip.factors._limits import (
     wide,
 )
 from weightclip.factors._passes import collect
-from weightclip.factors.kernels._products import channel_scale, fits, record_sums
+from weightclip.factors.kernels._products import channel_scale, fits, over_records, record_sums
+from weightclip.factors.kernels._products_totals import fits_totals, keep, kept
 
 
 def shaped(value: Tensor, like: Tensor, first: int) -> Tensor:
@@ -45,8 +46,7 @@ def affine_record_norm(x: Tensor, d: Tensor, dims: list[int], beta: float) -> Te
     """
     rounding = 2 * product_rounding(math.prod(x.shape[1:]), torch.float64)
     if _by_kernel(x, d, dims):
-        first = next(k for k in range(1, x.dim()) if k not in dims)
-        return channel_scale(by_channel(x, first), by_channel(d, first), None, 0, beta, rounding)
+        return _channel_scale(x, d, dims, None, 0, beta, rounding)
     bias_part = d.double()
     weight_part = bias_part * x.double()
     free = (weight_part.flatten(1).abs().sum(1) + beta * bias_part.flatten(1).abs().sum(1)).square()
@@ -59,6 +59,18 @@ def affine_record_norm(x: Tensor, d: Tensor, dims: list[int], beta: float) -> Te
 def _by_kernel(x: Tensor, d: Tensor, dims: list[int]) -> bool:
     """Whether the kernels of a gain and an offset per channel can take the factors."""
     return len(dims) == x.dim() - 2 and fits(x, d)
+
+
+def _channel_scale(
+    x: Tensor, d: Tensor, dims: list[int], limits: Tensor | None, flags: int, beta: float, rounding: float = 0.0
+) -> Tensor:
+    """``channel_scale``, and with it each record's sums over positions, kept for :func:`affine_sums`."""
+    first, totals = next(k for k in range(1, x.dim()) if k not in dims), None
+    left, right = by_channel(x, first), by_channel(d, first)
+    if fits_totals(x, d, right.shape[2]):
+        totals = torch.empty(len(d), 2, right.shape[1], dtype=torch.float64, device=d.device)
+        keep(x, d, totals)
+    return channel_scale(left, right, limits, flags, beta, rounding, totals)
 
 
 def free_dims(x: Tensor, weight: Tensor, first: int) -> list[int]:
@@ -87,8 +99,7 @@ def affine_scale(
             norm = affine_record_norm(x, d, dims, beta)  # not finite where a factor is not
             return cap_scale(None, norm, norm, norm, limits[2])
         if not capped:
-            first = next(k for k in range(1, x.dim()) if k not in dims)
-            return channel_scale(by_channel(x, first), by_channel(d, first), limits, flags & 7, beta)
+            return _channel_scale(x, d, dims, limits, flags & 7, beta)
     x_norm, d_norm = affine_factors(x, d, beta, dims)
     if not capped:
         return record_scale(x_norm, d_norm, limits, flags, counter)
@@ -101,8 +112,12 @@ def affine_sums(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of gamma and b summed over records and shared places, each only if wanted."""
     if like.dim() == 1 and fits(x, d):
-        x, d = by_channel(x, first), by_channel(d, first)
-        bias, weight = record_sums(d, scale, x).unbind()
+        totals = kept(x, d)
+        if totals is None:
+            found = record_sums(by_channel(d, first), scale, by_channel(x, first))
+        else:
+            found = over_records(totals, scale)
+        bias, weight = found.unbind()
         return weight if wanted[0] else None, bias if wanted[1] else None
     ds, xs = masked(d, scale, True), masked(x, scale, False)
     return (

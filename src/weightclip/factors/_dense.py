@@ -41,9 +41,11 @@ from weightclip.factors.kernels._products import (
     fused_norms,
     fused_scale,
     laid_out,
+    over_records,
     record_sums,
     tile_bias,
 )
+from weightclip.factors.kernels._products_totals import fits_totals, keep, kept, scale_and_totals
 from weightclip.factors.kernels._tiles import fits_tiles, tile_norms, tile_sums
 
 _CACHE = 1 << 20  # entries of a float64 copy that stays in the cache
@@ -89,6 +91,15 @@ def _tiled(x: Tensor, d: Tensor, product: torch.dtype) -> bool:
     if product != torch.float32 or not x.is_cuda:
         return False
     return fits_tiles(x, d, math.prod(x.shape[1:-1]), convolution=False)
+
+
+def _totals_wanted(part: Any, x: Tensor, d: Tensor, flags: int) -> bool:
+    """Whether the kernel of a record's scale finds its bias as well: the next to read the cotangents are tiles."""
+    product = part._wc_product
+    if trains(part) != (True, True) or product.chunk != 1 or not _tiled(x, d, product.dtype):
+        return False
+    free = (not flags & CAP or bool(flags & BOUND)) and fits_scale(x, d, flags & 7)
+    return free and x.is_contiguous() and d.is_contiguous() and fits_totals(x, d, math.prod(x.shape[1:-1]))
 
 
 def _rows(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,10 +193,13 @@ def dense_sums(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of weight and bias summed over records, each only if wanted; laid out as the weight ``like``."""
     if product == (torch.float32, 1) and wanted[0] and _tiled(x, d, torch.float32):
+        totals = kept(x, d)
         x, d = _rows(x, d)
         stored, group = (torch.float64, 0) if wide else (like.dtype, group)
         weight = tile_sums(x, d, scale, stored=stored, group=group)[:, :, 0, 0]
-        return laid_out(weight, like, wide), tile_bias(d, scale) if wanted[1] else None
+        if not wanted[1]:
+            return laid_out(weight, like, wide), None
+        return laid_out(weight, like, wide), tile_bias(d, scale) if totals is None else over_records(totals, scale)[0]
     by_kernel, (dtype, chunk) = x.is_cuda and fits(x, d), of_one_record(product, x)
     if scale is not None and not by_kernel:  # scaled once for both gradients
         x, d, scale = *both_masked(x, d, scale), None
@@ -211,6 +225,10 @@ class Dense(Kind):
 
     def scale(self, part: Any, x: Tensor, d: Tensor, counter: Counts | None, conf: Conf) -> Tensor | None:
         limits, flags, beta, product = part._wc_limits, part._wc_flags, beta_of(part), part._wc_product.dtype
+        if counter is None and _totals_wanted(part, x, d, flags):
+            scale, totals = scale_and_totals(x, d, limits, flags & 7, beta**2 * math.prod(x.shape[1:-1]))
+            keep(x, d, totals)
+            return scale
         return dense_scale(x, d, limits, flags, beta, product, counter)
 
     def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf, wide: bool = False) -> Sums:

@@ -24,7 +24,6 @@ from torch import Tensor
 from weightclip.factors._limits import CANCELLED, product_rounding, squared_norm, transforming, wide
 from weightclip.factors.kernels._tiles import Window
 
-
 MOST = 2**27  # float64 numbers, about, that a norm over positions holds at once; one record may need more
 
 

@@ -29,7 +29,7 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("radius", [1.0, 1e-6, 3e38, math.inf])
 def test_records_are_projected(shape, radius, device) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).flatten(1)
-    x[0], x[1], x[2, 1] = 0.0, x[1] * 1e38 / x[1].abs().max(), math.nan
+    x[0], x[1], x[2, 1] = 0.0, x[1] * (1e38 / x[1].abs().max()), math.nan
     x = x.reshape(shape).to(device)
     found, expected = project(x, radius), _project_widely(x, radius, tuple(range(1, x.dim())))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.triton_kit import kernel_device, run_interpreted
+from torch import Tensor
 
 from weightclip.factors._affine import affine_factors, affine_record_norm
 from weightclip.factors._conv import _by_products, patch_norm_squared, patch_weights
 from weightclip.factors._limits import record_scale, squared_norm
 from weightclip.factors._record_norms import Shape
 from weightclip.factors.kernels import _products as _kernel
+from weightclip.factors.kernels import _tiles
 from weightclip.factors.kernels._products import (
     channel_scale,
     dense_gradient,
@@ -79,8 +83,11 @@ def test_it_is_the_scaled_gradient_in_float64(case, last, scaled, together, inte
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_records_with_scale_zero_add_exact_zeros(interpreter):
+@pytest.mark.parametrize("last", [False, True])
+def test_records_with_scale_zero_add_exact_zeros(last, interpreter):
+    form = torch.channels_last if last else torch.contiguous_format
     x, d = torch.randn(3, 4, 5, 5, device=interpreter), torch.randn(3, 6, 3, 3, device=interpreter)
+    x, d = (t.contiguous(memory_format=form) for t in (x, d))
     x[1], d[1] = float("nan"), float("inf")
     scale = torch.tensor([0.5, 0.0, 1.0], device=interpreter)
     found = weight_gradient(x, d, scale, (3, 3), (1, 1), (0, 0), (1, 1), bias=True)
@@ -99,8 +106,30 @@ def test_dense_layers_with_positions(places, interpreter):
     torch.testing.assert_close(sums, weighted.double().flatten(0, -2).sum(0), rtol=1e-12, atol=1e-12)
 
 
+def strided_scales(module: Any, way: str, device: torch.device) -> None:
+    """Every second number of a longer tensor is the scale of a record: the numbers between them are nobody's."""
+    generator = torch.Generator().manual_seed(0)
+    x, d = (torch.randn(6, n, 5, 5, generator=generator).to(device) for n in (4, 3))
+    scale = torch.rand(12, generator=generator).to(device)[::2]
+    flat, last = d.flatten(2), d.flatten(2).transpose(1, 2).contiguous().transpose(1, 2)
+    window = ((1, 1), (1, 1), (0, 0), (1, 1))
+    works: dict[str, Callable[[Tensor], Tensor]] = {
+        "weight_gradient": lambda s: module.weight_gradient(x, d, s, *window)[0],
+        "sums": lambda s: module.record_sums(flat, s),
+        "sums by records": lambda s: module.record_sums(last, s),
+        "over_records": lambda s: module.over_records(flat.transpose(1, 2), s),
+        "tile_sums": lambda s: module.tile_sums(x, d, s, module.Window((1, 1))),
+    }
+    assert torch.equal(works[way](scale), works[way](scale.clone(memory_format=torch.contiguous_format)))
+
+
+@pytest.mark.parametrize("way", ["weight_gradient", "sums", "sums by records", "over_records", "tile_sums"])
+def test_scales_may_lie_apart(way, interpreter):
+    strided_scales(_tiles if way == "tile_sums" else _kernel, way, interpreter)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("shape", [(5, 3, 7), (2, 70, 4), (9, 1, 1), (3, 16, 40, 30)])
+@pytest.mark.parametrize("shape", [(5, 3, 7), (2, 70, 4), (9, 1, 1), (3, 16, 40, 30), (70, 3, 16)])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_sums_over_records_and_positions(shape, last, scaled, interpreter):
@@ -192,13 +221,35 @@ def test_fused_scales_below_the_normal_numbers_are_zero(interpreter):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("shape", [(8, 5, 9), (8, 70, 3), (8, 4, 1)])
+@pytest.mark.parametrize("size", [5, 20_000])
+def test_what_squares_hide_is_limited(size, interpreter):
+    """Squares of tiny numbers vanish in float32: what they may hide is part of a norm, for one program and for many."""
+    tiny, large = (torch.full((3, size), value, device=interpreter) for value in (1e-23, 1e16))
+    limits = torch.tensor([1.0, 1.0, 1e-8], device=interpreter)
+    for x, d in ((tiny, large), (large, tiny)):
+        found = fused_scale(x, d, limits, 4, 0.0)
+        product = x.double().norm(dim=1) * d.double().norm(dim=1)
+        assert bool((found > 0).all()) and bool((found * product <= 1e-8).all())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_squares_of_channels_hide_is_limited(interpreter):
+    """Sums are float64 there, but norms below float32's numbers still count as the norms of the operators do."""
+    tiny, large = (torch.full((3, 4, 5), value, device=interpreter) for value in (1e-23, 1e16))
+    limits = torch.tensor([1.0, 1.0, 1e-8], device=interpreter)
+    for x, d in ((tiny, large), (large, tiny)):
+        expected = record_scale(*affine_factors(x, d, 0.0, [2]), limits, 4)
+        torch.testing.assert_close(channel_scale(x, d, limits, 4, 0.0), expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("shape", [(8, 5, 9), (8, 70, 3), (8, 4, 1), (8, 70, 20)])
 @pytest.mark.parametrize("last", [False, True])
 def test_scales_and_norms_of_a_gain_and_an_offset_per_channel(shape, last, interpreter):
     generator = torch.Generator().manual_seed(0)
     x, d = (torch.randn(shape, generator=generator).to(interpreter) for _ in range(2))
     x[1], d[2], x[3, 0, 0], d[5, 1, 0] = 0.0, 0.0, float("nan"), float("inf")
-    x[6], d[6] = 1e-3, 1e-3
+    x[6], d[6], x[7, -1] = 1e-3, 1e-3, 5.0  # within every limit; a last channel that is the largest
     if last:
         x, d = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, d))
     limits, finite = torch.tensor([2.0, 1.5, 1.2], device=interpreter), [0, 1, 2, 4, 6, 7]
@@ -211,17 +262,24 @@ def test_scales_and_norms_of_a_gain_and_an_offset_per_channel(shape, last, inter
     found = channel_scale(x, d, None, 0, 0.3, 1e-9)
     torch.testing.assert_close(found[finite], expected[finite], rtol=1e-5, atol=1e-6)
     assert torch.isinf(found[[3, 5]]).all()
+    xs, ds = x[finite].double(), d[finite].double()
+    exact = ((xs * ds).sum(2).square().sum(1) + 0.3**2 * ds.sum(2).square().sum(1)).sqrt()
+    never_less = channel_scale(x, d, None, 0, 0.3)[finite].double()
+    assert bool((never_less >= exact).all()) and bool((never_less <= exact * (1 + 2.0**-20)).all())
+    exact += 0.5 * ((xs * ds).abs().sum((1, 2)) + 0.3 * ds.abs().sum((1, 2)))
+    torch.testing.assert_close(channel_scale(x, d, None, 0, 0.3, 0.5)[finite].double(), exact, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_scales_of_few_large_records(interpreter):
     """Few programs read more at once: the same scales."""
-    x, d = torch.randn(3, 40, 500, device=interpreter), torch.randn(3, 40, 30, device=interpreter)
+    x, d = torch.randn(3, 40, 500, device=interpreter), torch.randn(3, 40, 300, device=interpreter)
     x[2, 39, 499] = float("inf")
+    x[1] *= 2.0
     limits = torch.tensor([20.0, 15.0, 1.2], device=interpreter)
     for flags in (1, 2, 4, 7):
-        expected = record_scale((squared_norm(x) + 0.4).sqrt(), squared_norm(d).sqrt(), limits, flags)
-        torch.testing.assert_close(fused_scale(x, d, limits, flags, 0.4), expected, rtol=1e-5, atol=0.0)
+        expected = record_scale((squared_norm(x) + 5e3).sqrt(), squared_norm(d).sqrt(), limits, flags)
+        torch.testing.assert_close(fused_scale(x, d, limits, flags, 5e3), expected, rtol=1e-5, atol=0.0)
 
 
 def test_records_that_reach_far_in_memory_do_not_fit(monkeypatch):

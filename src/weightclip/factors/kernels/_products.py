@@ -111,7 +111,7 @@ def _launch_products(
     out, columns = d.shape[1], x.shape[1] * kernel[0] * kernel[1]
     launch(
         _kernels().products, (*_tiles(out, columns), found.shape[0]),
-        x, d, x if scale is None else scale, found, x.shape[1], x.shape[2], x.shape[3], out, d.shape[2],
+        x, d, x if scale is None else scale.contiguous(), found, x.shape[1], x.shape[2], x.shape[3], out, d.shape[2],
         d.shape[3], d.shape[0] * d.shape[2] * d.shape[3], share, columns, *x.stride(), *d.stride(), kernel[1], *stride,
         *padding, *dilation, scale is not None, x.stride(1) == 1 and x.shape[1] > 1, bias, squares, _tile(out),
         _tile(columns), _DEPTH, num_warps=4, num_stages=3,
@@ -158,11 +158,11 @@ def record_sums(d: Tensor, scale: Tensor | None, x: Tensor | None = None) -> Ten
     parts = max(1, min(-(-total // (4 * depth)), 2 * _PROGRAMS // across))
     share = -(-total // (parts * depth)) * depth
     parts = -(-total // share)
-    other = d if x is None else x
+    other, factor = d if x is None else x, d if scale is None else scale.contiguous()
     found = torch.empty(parts, 1 if x is None else 2, channels, dtype=torch.float64, device=d.device)
     launch(
         _kernels().sums, (across, parts, 1),
-        other, d, d if scale is None else scale, found, channels, d.shape[2], total, share, *other.stride(),
+        other, d, factor, found, channels, d.shape[2], total, share, *other.stride(),
         *d.stride(), scale is not None, x is not None, wide, depth, num_warps=4,
     )  # fmt: skip
     return found[0] if parts == 1 else found.sum(0)
@@ -174,16 +174,26 @@ def _by_records(d: Tensor, scale: Tensor | None, x: Tensor | None, single: bool 
     rows, other = (1, d) if x is None else (2, x)
     kind = torch.float32 if single else torch.float64
     totals = torch.empty(records, rows, channels, dtype=kind, device=d.device)
-    found = torch.empty(rows, channels, dtype=torch.float64, device=d.device)
     wide = min(128, 1 << (channels - 1).bit_length())
     launch(
         _kernels().record_totals, (records, -(-channels // wide), 1),
-        other, d, d if scale is None else scale, totals, channels, positions, *other.stride(), *d.stride(),
-        scale is not None, x is not None, single, wide, 64 if single else 32, num_warps=8,
+        other, d, d if scale is None else scale.contiguous(), totals, channels, positions, *other.stride(),
+        *d.stride(), scale is not None, x is not None, single, wide, 64 if single else 32, num_warps=8,
     )  # fmt: skip
+    return over_records(totals, None)
+
+
+def over_records(totals: Tensor, scale: Tensor | None) -> Tensor:
+    """sum_n scale_n totals_n of (records, rows, channels) in float64; a record with scale 0 adds exact zeros.
+
+    Formal guarantees:
+        Each total is scaled in its own type, rounded once, and added in float64.
+    """
+    found = torch.empty(totals.shape[1:], dtype=torch.float64, device=totals.device)
     launch(
-        _kernels().over_records, (-(-rows * channels // 32), 1, 1),
-        totals, found, records, rows * channels, 32, 64, num_warps=4,
+        _kernels().over_records, (-(-found.numel() // 32), 1, 1),
+        totals, totals if scale is None else scale.contiguous(), found, totals.shape[0], found.numel(),
+        scale is not None, 32, 64, num_warps=4,
     )  # fmt: skip
     return found
 
@@ -226,22 +236,27 @@ def fused_scale(
         for their rounding holds in any order; a record with a non-finite factor gets 0. How many programs share a
         record follows from the size of the batch, and with it the last bits of a scale (place: SOUNDNESS section 8).
     """
-    out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     x_size, d_size, tiny = x.numel() // len(x), d.numel() // len(d), torch.finfo(torch.float32).tiny
     if shares(len(x), max(x_size, d_size)) > 1:
-        found = fused_moments(x, d, counts)
-        launch(
-            _kernels().finish_scales, (x.shape[0], 1, 1),
-            found, limits, out, tiny * x_size, tiny * d_size, float(bias), flags, TINY, SMALLEST, found.shape[1],
-            num_warps=1,
-        )  # fmt: skip
-        return out
+        return finished_scales(fused_moments(x, d, counts), x_size, d_size, limits, flags, bias)
+    out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     last = counts is not None and x.shape[1] > 1 and x.stride(1) == 1
     launch(
         _kernels().scales, (x.shape[0], 1, 1),
         x, d, x if counts is None else counts, limits, out, x_size, d_size, x.stride(0), d.stride(0),
         1 if counts is None else counts.numel(), tiny * x_size, tiny * d_size, float(bias), counts is not None,
         x.shape[1] if last else 0, flags, TINY, SMALLEST, _at_once(x_size, d_size), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def finished_scales(found: Tensor, x_size: int, d_size: int, limits: Tensor, flags: int, bias: float) -> Tensor:
+    """Scales from sums of squares: (records, shares, 2), shares a power of two."""
+    out, tiny = torch.empty(len(found), dtype=torch.float32, device=found.device), torch.finfo(torch.float32).tiny
+    launch(
+        _kernels().finish_scales, (len(found), 1, 1),
+        found, limits, out, tiny * x_size, tiny * d_size, float(bias), flags, TINY, SMALLEST, found.shape[1],
+        num_warps=1,
     )  # fmt: skip
     return out
 
@@ -283,8 +298,9 @@ def fused_norms(x: Tensor, d: Tensor, bias: float, counts: Tensor | None = None)
 
 
 def channel_scale(
-    x: Tensor, d: Tensor, limits: Tensor | None, flags: int, beta: float, rounding: float = 0.0
-) -> Tensor:
+    x: Tensor, d: Tensor, limits: Tensor | None, flags: int, beta: float, rounding: float = 0.0,
+    totals: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Of a gain and an offset per channel: each record's scale, or without limits the norm of its gradient.
 
     Args:
@@ -293,6 +309,7 @@ def channel_scale(
         flags: Which of them are enforced.
         beta: Weight of the offset.
         rounding: Share of the sum of |d x| + beta |d| by which sums may be off; part of the norm.
+        totals: (records, 2, channels), float64; if given, filled with each record's sums of d and of d x.
 
     Formal guarantees:
         Sums are float64. A record with a non-finite factor gets scale 0 or an infinite norm.
@@ -306,7 +323,8 @@ def channel_scale(
     exact = limits is None
     launch(
         _kernels().channels, (records, blocks, 1),
-        x, d, found, count, places, *x.stride(), *d.stride(), exact, wide, depth, num_warps=4,
+        x, d, found, found if totals is None else totals, count, places, *x.stride(), *d.stride(), exact,
+        totals is not None, wide, depth, num_warps=4,
     )  # fmt: skip
     launch(
         _kernels().finish_channels, (records, 1, 1),

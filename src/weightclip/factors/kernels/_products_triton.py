@@ -154,14 +154,20 @@ def record_totals(
 
 
 @triton.jit
-def over_records(totals, out, records, size, ENTRIES: tl.constexpr, RECORDS: tl.constexpr):
-    """out[e] = sum over records of totals[record, e]."""
+def over_records(
+    totals, scale, out, records, size, SCALED: tl.constexpr, ENTRIES: tl.constexpr, RECORDS: tl.constexpr
+):  # fmt: skip
+    """out[e] = sum over records of scale[record] totals[record, e], scaled in the type of totals."""
     e = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     acc = tl.zeros((RECORDS, ENTRIES), dtype=tl.float64)
     for start in range(0, records, RECORDS):
         n = start + tl.arange(0, RECORDS)
-        acc += tl.load(totals + n[:, None] * size + e[None, :], mask=(n < records)[:, None] & (e < size)[None, :],
-                       other=0.0).to(tl.float64)  # fmt: skip
+        here = (n < records)[:, None] & (e < size)[None, :]
+        value = tl.load(totals + n.to(tl.int64)[:, None] * size + e[None, :], mask=here, other=0.0)
+        if SCALED:
+            s = tl.load(scale + n, mask=n < records, other=0.0).to(tl.float32)[:, None]
+            value = tl.where(s > 0, value * s, 0.0)
+        acc += value.to(tl.float64)
     tl.store(out + e, tl.sum(acc, 0), mask=e < size)
 
 
@@ -239,6 +245,35 @@ def moments(
 
 
 @triton.jit
+def moments_and_totals(
+    x, d, out, totals, x_size, positions, channels, x_step, d_step, CHANNELS: tl.constexpr, DEPTH: tl.constexpr
+):
+    """``moments``, with totals[record, c] = sum over positions of d in float32; a program has a block of channels.
+
+    Channels lie last. What is added, and in which order, follows from the shape of one record.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    step = CHANNELS * DEPTH * tl.num_programs(1)
+    x2 = tl.zeros((CHANNELS * DEPTH,), dtype=tl.float32)
+    d2 = tl.zeros((DEPTH, CHANNELS), dtype=tl.float32)
+    plain = tl.zeros((DEPTH, CHANNELS), dtype=tl.float32)
+    for i in range(0, max(tl.cdiv(x_size, step), tl.cdiv(positions, DEPTH))):  # both at once: loads wait together
+        e = i * step + tl.program_id(1) * (CHANNELS * DEPTH) + tl.arange(0, CHANNELS * DEPTH)
+        p = i * DEPTH + tl.arange(0, DEPTH)
+        b = tl.load(x + n * x_step + e, mask=e < x_size, other=0.0).to(tl.float32)
+        inside = (p < positions)[:, None] & (c < channels)[None, :]
+        a = tl.load(d + n * d_step + p[:, None] * channels + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        x2 += b * b
+        d2 += a * a
+        plain += a
+    place = out + 2 * (n * tl.num_programs(1) + tl.program_id(1))
+    tl.store(place, tl.sum(x2, 0))
+    tl.store(place + 1, tl.sum(tl.sum(d2, 1), 0))
+    tl.store(totals + n * channels + c, tl.sum(plain, 0), mask=c < channels)
+
+
+@triton.jit
 def _whole(found, n, SPLITS: tl.constexpr):
     """A record's two sums of squares from those of the programs that shared it."""
     k = 2 * (n * SPLITS + tl.arange(0, SPLITS))
@@ -291,12 +326,14 @@ def finish_exact(
 
 @triton.jit
 def channels(
-    x, d, out, count, places, xn, xc, xp, dn, dc, dp, EXACT: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr
-):
+    x, d, out, totals, count, places, xn, xc, xp, dn, dc, dp, EXACT: tl.constexpr, TOTALS: tl.constexpr,
+    CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """out[record, :, block of channels]: what the norms of a gain and an offset per channel are made of.
 
     With EXACT the squares of (sum over positions of d x), of (sum of d), and the sums of |d x| and |d|; otherwise the
-    largest channel's squares of x, and the squares of d.
+    largest channel's squares of x, and the squares of d. With TOTALS also totals[record, 0, c] = sum of d and
+    totals[record, 1, c] = sum of d x.
     """
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -317,6 +354,13 @@ def channels(
         else:
             first += b * b
             second += a * a
+            if TOTALS:
+                third += a * b
+                fourth += a
+    if TOTALS:
+        whole = totals + n * 2 * count + c
+        tl.store(whole, tl.sum(second if EXACT else fourth, 1), mask=c < count)
+        tl.store(whole + count, tl.sum(first if EXACT else third, 1), mask=c < count)
     blocks = tl.num_programs(1)
     place = out + n * 4 * blocks + tl.program_id(1)
     gains = tl.sum(first, 1)

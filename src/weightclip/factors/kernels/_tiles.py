@@ -28,6 +28,9 @@ _ADDED = 2**15  # rows of a group times records of the largest draw: float32 sum
 _FEWEST_GROUPED = 16  # rows of a group from which float32 sums are worth it
 _PARTS = 16  # of a sum, that are added in float32
 _ROOM = 2**27  # numbers that all parts of a sum may take
+PLANES: tuple[torch.dtype, ...] = (torch.float32,)
+"""Types whose plain tensors (N, C, H, W) are read as they lie; of others, and with (), tiles read copies with channels
+last. TF32 products want positions beside each other, 16-bit ones take either."""
 _TINIEST = torch.finfo(torch.float32).tiny
 
 
@@ -94,7 +97,7 @@ def tile_sums(
         `sum_slack` counts for the largest draw (SOUNDNESS Theorem 24, 3).
     """
     flat = _flat(x, d, window)
-    how = tiling(flat.outs, flat.columns, flat.places, x.dtype, group > 0)
+    how = flat.tiling(group > 0)
     if -(-flat.records // max(1, group)) * flat.outs * flat.columns > _ROOM:
         group = 0  # too many parts to store: the same products, added in float64
     elif group and scale is None:  # Triton would add products inside of the next one
@@ -115,15 +118,21 @@ def tile_sums(
 
 def _parts(flat: _Flat, how: Tiling, group: int) -> int:
     """How many programs share the records of a tile: enough to fill the device, few enough to add up."""
-    across = -(-flat.outs // how.rows) * -(-flat.columns // (how.cols * how.halves))
-    if not group:
+    across = math.prod(flat.tiles(how))
+    if not group and not flat.plain:
         return max(1, min(flat.records, _WAVES // across))
-    least = -(-flat.records // group)
     size = how.rows * how.cols * how.halves
-    slots = _processors(flat.d.get_device()) * max(1, 2**14 // size)
+    slots = _processors(flat.d.get_device()) * max(1, (2**14 if group else 2**13) // size)
+    return _cheapest(flat.records, flat.places, across, size, flat.outs * flat.columns, slots, group)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cheapest(records: int, places: int, across: int, size: int, entries: int, slots: int, group: int) -> int:
+    """The number of parts that should take the least time."""
+    least, most = (-(-records // group), _PARTS) if group else (1, 4 * _WAVES // across)
     # seconds of a tile over all records, and of storing and adding up one more part
-    tile, part = 2 * flat.records * flat.places * size / 5e12, 8 * flat.outs * flat.columns / 4e12
-    wanted = range(least, max(least, min(_PARTS, flat.records)) + 1)
+    tile, part = 2 * records * places * size / 5e12, (8 if group else 16) * entries / 4e12
+    wanted = range(least, max(least, min(most, records)) + 1)
     return min(wanted, key=lambda p: -(-across * p // slots) / p * tile + (p - 1) * part)
 
 
@@ -147,12 +156,15 @@ def tile_norms(x: Tensor, d: Tensor, beta: float, window: Window = POINT, counts
     """
     flat, sums = _flat(x, d, window), None
     grams = by_grams(flat.places, flat.columns, flat.outs)
+    if grams and flat.plain:  # inner products over channels want those beside each other; positions are few
+        flat = _last(x, d, window)
     together = grams and x.dtype != torch.float32  # a bias adds up cotangents as they are, not as TF32 cuts them
     squares, share = _grams(flat, beta if together else 0.0) if grams else (_squares(flat), 0.0)
     if beta and not together:
-        sums = torch.linalg.vector_norm(flat.d.sum(1, dtype=torch.float32), dim=1)
+        places = 2 if flat.plain else 1
+        sums = torch.linalg.vector_norm(flat.d.sum(places, dtype=torch.float32), dim=1)
     x_size, d_size = x.numel() // len(x), d.numel() // len(d)
-    found = fused_moments(flat.x.permute(0, 3, 1, 2), flat.d, counts)
+    found = fused_moments(flat.x if flat.plain else flat.x.permute(0, 3, 1, 2), flat.d, counts)
     out = torch.empty(flat.records, dtype=torch.float32, device=x.device)
     # room for the rounding of the float32 sums behind both norms, which the limit has too
     share, rounding = share * (1 + 2.0**-8), tile_rounding(flat.places) * (1 + 2.0**-8)
@@ -199,18 +211,28 @@ def tiling(outs: int, columns: int, places: int, dtype: torch.dtype, grouped: bo
     return Tiling(_power(outs, 64 if few else 128), _power(columns, 64), 1, _power(places, 128 if few else 64), 4, 3)
 
 
+def plain_tiling(outs: int, channels: int, columns: int, places: int, single: bool) -> Tiling:
+    """As :func:`tiling`, for plain tensors: where channels allow it a tile's columns are of one place of the kernel.
+
+    ``single``: no float64 sum takes registers.
+    """
+    rows, cols = _power(outs, 128 if single else 64), 32 if channels % 64 and channels % 32 == 0 else 64
+    return Tiling(rows, _power(columns, cols), 1, _power(places, 64), 8 if rows > 64 else 4, 2)
+
+
 def _power(size: int, most: int) -> int:
     """The smallest power of two that is no less, from 16 to ``most``."""
     return min(most, max(16, 1 << (size - 1).bit_length()))
 
 
 class _Flat(NamedTuple):
-    """Both factors with channels last, as the kernels read them."""
+    """Both factors as the kernels read them: with channels last, or plain."""
 
-    x: Tensor  # (records, height, width, in)
-    d: Tensor  # (records, positions, out), contiguous
+    x: Tensor  # (records, height, width, in); plain: (records, in, height, width)
+    d: Tensor  # (records, positions, out); plain: (records, out, positions); contiguous
     wide: int  # positions in a row
     window: Window
+    plain: bool = False
 
     @property
     def records(self) -> int:
@@ -218,49 +240,95 @@ class _Flat(NamedTuple):
 
     @property
     def places(self) -> int:
-        return self.d.shape[1]
+        return self.d.shape[2 if self.plain else 1]
 
     @property
     def outs(self) -> int:
-        return self.d.shape[2]
+        return self.d.shape[1 if self.plain else 2]
+
+    @property
+    def channels(self) -> int:
+        return self.x.shape[1 if self.plain else 3]
 
     @property
     def columns(self) -> int:
-        return self.x.shape[3] * math.prod(self.window.kernel)
+        return self.channels * math.prod(self.window.kernel)
+
+    def tiling(self, grouped: bool = False, squares: bool = False) -> Tiling:
+        """How the product is cut into tiles."""
+        if self.plain:
+            return plain_tiling(self.outs, self.channels, self.columns, self.places, grouped or squares)
+        return tiling(self.outs, self.columns, self.places, self.x.dtype, grouped)
+
+    def one_tap(self, cols: int) -> bool:
+        """Whether so many columns of a plain tensor are taken from one place of the kernel at a time."""
+        return self.channels == self.columns or self.channels % cols == 0
+
+    def tiles(self, how: Tiling) -> tuple[int, int]:
+        """Tiles of the product, as rows and columns of them."""
+        return -(-self.outs // how.rows), -(-self.columns // (how.cols * how.halves))
 
     def shape(self) -> list[int]:
         """What the kernels take as constants."""
-        window, x = self.window, self.x
-        return [x.shape[3], self.columns, self.places, self.wide, window.kernel[1], *window.stride, *window.padding,
-                *window.dilation, self.outs]  # fmt: skip
+        window, x, size = self.window, self.x, []
+        if self.plain:
+            size = [x.shape[2], x.shape[3]]
+        return [self.channels, self.columns, self.places, *size, self.wide, window.kernel[1], *window.stride,
+                *window.padding, *window.dilation, self.outs]  # fmt: skip
+
+    def flags(self, cols: int) -> list[bool]:
+        """Of the kernels for plain tensors: one tap at a time; positions of input and output are the same."""
+        window, same = self.window, self.x.shape[2] * self.x.shape[3] == self.places
+        unmoved = (window.kernel, window.stride, window.padding) == ((1, 1), (1, 1), (0, 0))
+        return [self.one_tap(cols), unmoved and same]
 
 
 def _flat(x: Tensor, d: Tensor, window: Window) -> _Flat:
     if x.dim() == 4:
-        x, d = (t.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1) for t in (x, d))
-        wide = d.shape[2]
-        x = x if x.is_contiguous() else x.contiguous()  # strides of sizes one are free
-        return _Flat(x, d.reshape(d.shape[0], -1, d.shape[3]).contiguous(), wide, window)
+        if x.dtype in PLANES and _turned(x, d, torch.contiguous_format) <= _turned(x, d, torch.channels_last):
+            return _Flat(x.contiguous(), d.contiguous().view(*d.shape[:2], -1), d.shape[3], window, True)
+        return _last(x, d, window)
     x, d = x.contiguous(), d.contiguous()
     return _Flat(x.unsqueeze(1), d, d.shape[1], window)
+
+
+def _last(x: Tensor, d: Tensor, window: Window) -> _Flat:
+    """With channels last, copied where they are not."""
+    x, d = (t.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1) for t in (x, d))
+    x, wide = x if x.is_contiguous() else x.contiguous(), d.shape[2]  # strides of sizes one are free
+    return _Flat(x, d.reshape(d.shape[0], -1, d.shape[3]).contiguous(), wide, window)
+
+
+def _turned(x: Tensor, d: Tensor, layout: torch.memory_format) -> int:
+    """Numbers that would have to be copied for this layout, by the first record: a single one knows no batch stride."""
+    return sum(0 if t[:1].is_contiguous(memory_format=layout) else t.numel() for t in (x, d))
 
 
 def _launch(
     flat: _Flat, scale: Tensor | None, out: Tensor, share: int, parts: int, squares: bool, grouped: bool, how: Tiling
 ) -> None:  # fmt: skip
     x, d = flat.x, flat.d
+    factor, how_many = x if scale is None else scale.contiguous(), (*flat.tiles(how), parts)
+    kind = scale is not None, squares, grouped, x.dtype == torch.float32, not x.is_cuda
+    if flat.plain:
+        launch(
+            _plane_kernels().planes, how_many,
+            x, d, factor, out, flat.records, share, x.stride(0), d.stride(0), *flat.shape(), *kind,
+            *flat.flags(how.cols), how.rows, how.cols, how.depth, num_warps=how.warps, num_stages=how.stages,
+        )  # fmt: skip
+        return
     launch(
-        _kernels().tiles, (-(-flat.outs // how.rows), -(-flat.columns // (how.cols * how.halves)), parts),
-        x, d, x if scale is None else scale, out, flat.records, share, x.shape[1], x.shape[2], *x.stride()[:3],
-        d.stride(0), *flat.shape(), scale is not None, squares, grouped, x.dtype == torch.float32, not x.is_cuda,
-        how.halves, how.rows, how.cols, how.depth, num_warps=how.warps, num_stages=how.stages,
+        _kernels().tiles, how_many,
+        x, d, factor, out, flat.records, share, x.shape[1], x.shape[2], *x.stride()[:3],
+        d.stride(0), *flat.shape(), *kind, how.halves, how.rows, how.cols, how.depth, num_warps=how.warps,
+        num_stages=how.stages,
     )  # fmt: skip
 
 
 def _squares(flat: _Flat) -> Tensor:
     """Sums of squares of each record's product: (records, tiles)."""
-    how = tiling(flat.outs, flat.columns, flat.places, flat.x.dtype)
-    across = -(-flat.outs // how.rows) * -(-flat.columns // how.cols)
+    how = flat.tiling(squares=True)
+    across = math.prod(flat.tiles(how))
     share = max(1, flat.records * across // (4 * _WAVES))
     found = torch.empty(flat.records, across, dtype=torch.float32, device=flat.d.device)
     _launch(flat, None, found, share, -(-flat.records // share), True, False, how)
@@ -286,6 +354,11 @@ def _grams(flat: _Flat, beta: float) -> tuple[Tensor, float]:
 @functools.cache
 def _kernels() -> Any:
     return importlib.import_module("weightclip.factors.kernels._tiles_triton")
+
+
+@functools.cache
+def _plane_kernels() -> Any:
+    return importlib.import_module("weightclip.factors.kernels._tiles_planes_triton")
 
 
 @functools.cache
