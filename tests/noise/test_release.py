@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tests.engine_kit import mlp, private, table
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weightclip as wc
@@ -101,3 +103,38 @@ def test_an_interrupted_step_leaves_nothing_to_the_next(place: str, monkeypatch:
         each.train()
         seen.append(each.grads())
     assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+
+
+def test_one_factor_for_all_parameters_scales_the_noise_like_one_for_each() -> None:
+    """Bit for bit, whether all layers share a limit or not."""
+    for bounds in (wc.Bounds(), wc.Bounds(layer_radius=1.0, cotangent_radius=0.1), wc.Bounds(bias_scale=0.5)):
+        run = private(mlp(), table(8), sigma=1.0, bounds=bounds)
+        release, sensitivity = run.engine.training.release, run.engine.training.sensitivity
+        flat, views = release.noise(sensitivity.values, run.engine.streams, 7)
+        drawn = run.engine.streams.normal_(torch.empty_like(flat), "noise", 7)
+        factors = release.factors(sensitivity.values).tolist()
+        for view, part, factor in zip(views, release.split(drawn), factors, strict=True):
+            torch.testing.assert_close(view, part * factor, rtol=0, atol=0)
+
+
+def test_a_factor_that_is_no_number_is_not_taken_for_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = private(mlp(), table(8), sigma=1.0).engine.training.release
+    values, streams = torch.ones(len(release.dims), dtype=torch.float64), wc.noise.Streams.secure()
+    for wrong in (math.nan, math.inf):
+        for place in range(len(release.blocks)):
+            multiples = [1.0] * len(release.blocks)
+            multiples[place] = wrong
+            monkeypatch.setattr(release, "_multiples", lambda _, found=multiples: found)
+            _, views = release.noise(values, streams, 0)
+            assert not views[place].isfinite().any()
+            assert all(bool(view.isfinite().all()) for i, view in enumerate(views) if i != place)
+
+
+def test_a_sum_with_a_graph_behind_it_leaves_the_graph_behind() -> None:
+    run = private(mlp(), table(8), sigma=0.0)
+    release = run.engine.training.release
+    leaf = torch.ones_like(release.blocks[0].parameter).requires_grad_()
+    for _ in range(2):
+        release.add(0, leaf * 2)
+    kept: Tensor | None = release.sums[0]
+    assert kept is not None and not kept.requires_grad and bool((kept == 4).all())

@@ -46,7 +46,8 @@ def project_records(x: Tensor, radius: float, detach: bool = False) -> Tensor:
     dims = tuple(range(1, x.dim()))
     wide = x.float() if x.dtype in _HALF else x
     if not x.requires_grad and wide.dtype == torch.float32 and not transforming():
-        return _project_values(wide, radius * (1 - _HALF.get(x.dtype, 0.0)), dims).to(x.dtype)
+        found = _project_values(wide, radius * (1 - _HALF.get(x.dtype, 0.0)), dims)
+        return found if found.dtype == x.dtype else found.to(x.dtype)
     largest = torch.linalg.vector_norm(wide.detach(), math.inf, dims, keepdim=True)  # not finite if an entry is not
     finite = torch.isfinite(largest)
     clean = torch.where(finite, wide, torch.zeros((), dtype=wide.dtype, device=x.device))
@@ -162,7 +163,8 @@ class Entrance:
         if is_plain() or not torch.is_grad_enabled():
             return
         if not torch.compiler.is_compiling():
-            self._refuse_graphs(tensors_of((args, kwargs)))
+            usual = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+            self._refuse_graphs(list(args) if usual else tensors_of((args, kwargs)))
         self.last = found = signature(args, kwargs)
         if found != self.first and found not in self.calls:
             self._meet(found, args, kwargs)

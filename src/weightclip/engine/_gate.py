@@ -100,7 +100,7 @@ class _Wall(Eager):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         given, owner = ctx.passage.given.get(ctx.end), ctx.owner()
-        if given is None or not (_same_place(given, gradient) or torch.equal(given, gradient)):
+        if given is None or not (given is gradient or _same_place(given, gradient) or torch.equal(given, gradient)):
             if owner is not None:
                 owner.drop()
             raise ContractError(

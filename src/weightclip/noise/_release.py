@@ -144,7 +144,8 @@ class Release:
 
     def finite(self) -> Tensor | bool:
         """Whether all weights are finite, and none is far too large; on a device nothing waits for the answer."""
-        norms = norms_of_all([p.detach() for p in self.parameters])
+        with torch.no_grad():
+            norms = norms_of_all(self.parameters)
         if norms[0].is_cpu:
             return all(map(math.isfinite, norms))
         return torch.isfinite(torch.stack(norms)).all()
@@ -157,7 +158,9 @@ class Release:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a gradient to the sum; the tensor is kept, and never written to."""
-        gradient, before = gradient.detach(), self.sums[index]
+        before = self.sums[index]
+        if gradient.requires_grad:
+            gradient = gradient.detach()
         if gradient.dtype != self.sum_dtype:
             gradient = gradient.to(self.sum_dtype)
         self.sums[index] = gradient if before is None else before + gradient
@@ -168,11 +171,11 @@ class Release:
             values = sensitivities.tolist()
             self.exact.begin([values[b.layer] / b.beta for b in self.blocks])
 
-    @torch.no_grad()
     def end_batch(self) -> None:
         """The sums of a physical batch are complete: on a grid they join those of the others as integers."""
         if self.exact is not None:
-            self.exact.add(self.sums)
+            with torch.no_grad():
+                self.exact.add(self.sums)
             self.sums = [None] * len(self.blocks)
 
     def weights(self) -> Iterable[Tensor]:
@@ -277,7 +280,7 @@ class Release:
         """
         sums = self.sums if self.exact is None else self.exact.values()
         self.clear()  # first of all: whatever interrupts this release, no later one holds these records again
-        released, views = self.noise(sensitivities, streams, step, factors) if noise is None else noise
+        released, views = self._noise(sensitivities, streams, step, factors) if noise is None else noise
         filled: list[Tensor] = []
         totals: list[Tensor] = []
         for view, total in zip(views, sums, strict=True):
@@ -308,14 +311,19 @@ class Release:
     def _hand_out(self, views: Sequence[Tensor]) -> None:
         """Set every ``parameter.grad`` to its part of what is released."""
         for view, block in zip(views, self.blocks, strict=True):
-            gradient = view if block.pull_back is None else block.pull_back(view)
-            block.parameter.grad = gradient.to(block.parameter.dtype)
+            gradient, parameter = view if block.pull_back is None else block.pull_back(view), block.parameter
+            parameter.grad = gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
 
     @torch.no_grad()
     def noise(
         self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """The noise of one step's sum: all parameters in one piece, and each one's part of it; zeros without noise."""
+        return self._noise(sensitivities, streams, step, factors)
+
+    def _noise(
+        self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
         noise, views = self._room()
         if self.sigma > 0:
             self._draw(noise, views, sensitivities, streams, step, factors)
@@ -337,6 +345,9 @@ class Release:
                 multiples = self._multiples(sensitivities)
                 if noise.is_cpu and max(multiples) < 1e30:  # the same numbers; NumPy warns of infinite ones
                     array, start = noise.numpy(), 0
+                    if len(set(multiples)) == 1:  # as under one joint cap
+                        array *= multiples[0]
+                        return
                     for size, multiple in zip(self.sizes, multiples, strict=True):
                         array[start : start + size] *= multiple
                         start += size
