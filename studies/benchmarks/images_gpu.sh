@@ -5,18 +5,19 @@
 #   OUT=... sh studies/benchmarks/images_gpu.sh smoke       a minute: step times of extractor, ConvNet and WRN-16-4
 #   sh studies/benchmarks/images_gpu.sh start JOB [option]  train | heads | figure | wrn, in the background
 #       LIMIT=420: seconds of figure or wrn. MPS=1: jobs share the card by mps.sh. SETS="mnist": data sets of figure.
-#       FIT=300: seconds that the steps of wrn would take alone
+#       FIT=300: seconds that the steps of wrn would take alone. NETS=2: extractors that heads waits for and joins
 #   OUT=... sh studies/benchmarks/images_gpu.sh look        last lines of all logs, and an archive of what is to be kept
 #   OUT=... sh studies/benchmarks/images_gpu.sh wait 500    the same when the jobs have ended, after 500 seconds at the latest
 # A machine that goes back when nothing is asked of it takes its jobs along: let the last call of a series be a `wait`.
 # Newer typer needs pydantic, which is compiled: runs/gpu/site holds typer 0.15.4 and click 8.1.8 (pip --target) instead.
 # Every job goes on where it stopped when it is started again. Afterwards, here: `weightclip-study extractor adopt` of
-# the folder `kept`, and figure.jsonl of `figure` and `wrn` put together in results/figure, then `reproduce figure --draw`.
+# what came back, and figure.jsonl of `figure` and `wrn` put together in results/figure, then `reproduce figure --draw`.
 set -eu
 WORK=${WORK:-$HOME/weightclip-images}
 OUT=${OUT:-runs/gpu/kept}
-mkdir -p "$WORK/data" "$WORK/kept" "$OUT"
+mkdir -p "$WORK/data" "$OUT"
 export PYTHONUNBUFFERED=1 PYTHONPATH="$WORK/tree/src:$WORK/tree/studies/src:$WORK/site" WEIGHTCLIP_DATA="$WORK/data"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} # several processes; with all cores each they wait for one another
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 study() { python3 -c 'from weightclip_studies.cli import main; main()' "$@"; }
 there() { [ -e "$1" ]; } # whether the first of these files is there
@@ -63,14 +64,18 @@ run)
     UNTIL=$(($(date +%s) + ${LIMIT:-420})) # of figure and wrn
     case $job in
     train) study extractor train --out "$WORK/extractor" --work "$WORK/extractor-work" "$@" ;;
-    heads) # waits for the extractor, whose json is written last, or for its last snapshot; private rows of all sets first
-        until there "$WORK"/extractor/resnet9-*.json; do
-            [ -f "$WORK/train.pid" ] || cp "$WORK"/extractor-work/snapshot/* "$WORK/extractor/"
+    heads) # waits for so many extractors, whose json is written last; if training failed, takes its last snapshot
+        until [ "$(ls "$WORK"/extractor/resnet9-*.json 2>/dev/null | wc -l)" -ge "${NETS:-1}" ]; do
+            [ -f "$WORK/train.pid" ] || { cp "$WORK"/extractor-work/snapshot/* "$WORK/extractor/" || true; break; }
             sleep 1
         done
-        for rows in "joined lip-weights" "joined lip-weights,dp-sgd,non-private" "learned lip-weights,non-private"; do
-            study extractor plan --work "$WORK/plan" --out "$WORK/kept" --earlier "$WORK/extractor" --trials 14 \
-                --table "$WORK/tree/results/images/noise.json" --features ${rows% *} --methods ${rows#* } "$@" || true
+        mkdir -p "$WORK/heads"; [ -f "$WORK/heads/noise.json" ] || cp "$WORK/tree/results/images/noise.json" "$WORK/heads/"
+        if ! there "$WORK"/heads/*.jsonl && [ -f "$WORK/extractor/results.tar.gz" ]; then
+            tar xzf "$WORK/extractor/results.tar.gz" -C "$WORK/heads" # rows of an earlier machine
+        fi
+        for rows in "joined lip-weights" "joined dp-sgd,non-private" "learned lip-weights,non-private"; do
+            study extractor heads --weights "$WORK/extractor" --out "$WORK/heads" --trials 14 \
+                --features ${rows% *} --methods ${rows#* } "$@" || true
         done ;;
     figure) # three processes a set: the floor's rows, then the other methods, then ablations with one seed
         for dataset in ${SETS:-mnist fashion_mnist}; do
@@ -92,7 +97,7 @@ wait)
     sh "$0" look ;;
 look)
     for log in "$WORK"/*.log; do if [ -f "$log" ]; then echo "== $log"; tail -n 6 "$log"; fi; done
-    cp "$WORK"/kept/* "$OUT/" 2>/dev/null || true
+    if there "$WORK"/heads/*.jsonl; then (cd "$WORK/heads" && tar czf "$OUT/results.tar.gz" *); fi
     if there "$WORK"/extractor/resnet9-*.json; then cp "$WORK"/extractor/resnet9-* "$OUT/"
     elif there "$WORK"/extractor-work/snapshot/*.json; then cp -r "$WORK/extractor-work/snapshot" "$OUT/"; fi
     cp "$WORK"/wrn/runs/*/step-*/average.safetensors "$OUT/wrn-average.safetensors" 2>/dev/null || true  # so far

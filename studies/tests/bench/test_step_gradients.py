@@ -19,7 +19,7 @@ MODES = ("factors", "exact-cap", "exact-joint-cap")
 
 @pytest.fixture(autouse=True)
 def confident(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some records hardly err: where every record exceeds every limit, caps and radii of such a network are the same."""
+    """Some records hardly err: where every record exceeds every limit, caps and radii of the network are the same."""
     usual = _bench.models()["mlp"]
 
     def factory() -> nn.Module:

@@ -32,6 +32,7 @@ JOINT = Recipe("convnet", "joint", batch=40, steps=6)
 def few_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = _nets.dead_leaves
     monkeypatch.setattr(_nets, "dead_leaves", lambda n, *a, **k: whole(min(n, 12), *a, **k))
+    _nets._leaves.cache_clear()
 
 
 def spent(steps: int, sigma: float = 2.0, q: float = 0.5) -> float:
@@ -123,6 +124,25 @@ def test_recipes_pass_the_audit(method: str) -> None:
     found = audit_recipe(recipe, restarts=2, steps=4)
     assert found["falsifier"] <= 1 + 1e-6 and found["one_step"] <= 1 + 1e-6
     assert found["falsifier"] > (0.5 if method in ("joint", "caps") else 0.0)
+
+
+def test_weights_in_channels_last_can_be_stored(tmp_path: Path) -> None:
+    """As the fast recipes have them on CUDA; safetensors takes dense rows alone."""
+
+    class Run:
+        done, model = 1, build(replace(JOINT, network="wrn-16-4"), 3, 8, 0).to(memory_format=torch.channels_last)
+
+        def save(self, place: Path) -> None:
+            pass
+
+    run: Any = Run()
+    average = wc.nn.ParameterAverage(run.model, 0.9)
+    average.update()
+    assert not all(v.is_contiguous() for v in average.state_dict()["average"].values())
+    _train._save(run, average, tmp_path, 1.0, 1)
+    stored = _train.load_file(str(tmp_path / "step-1" / "average.safetensors"))
+    for name, value in average.state_dict()["average"].items():
+        torch.testing.assert_close(stored[name], value, rtol=0.0, atol=0.0)
 
 
 # -- deadlines and kills --------------------------------------------------------------------------------------------

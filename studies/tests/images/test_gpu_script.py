@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tarfile
 import time
 from pathlib import Path
 
@@ -23,7 +24,7 @@ case "$*" in
     sleep "$TRAINING"
     [ "$TRAINING" = 0 ] && exit 1
     echo whole > "$WORK/extractor/resnet9-64-seed0.json" ;;
-*"extractor plan"*) cat "$WORK/extractor/resnet9-64-seed0.json" > "$WORK/kept/results.tar.gz" ;;
+*"extractor heads"*) cat "$WORK/extractor/resnet9-64-seed0.json" >> "$WORK/heads/cifar10.jsonl" ;;
 esac
 """
 
@@ -42,6 +43,8 @@ class Machine:
                     "OUT": str(self.out), "CALLS": str(self.calls), "TRAINING": str(training)}  # fmt: skip
         (self.work / "tree" / "studies").mkdir(parents=True)
         shutil.copytree(ROOT / "studies" / "benchmarks", self.work / "tree" / "studies" / "benchmarks")
+        (self.work / "tree" / "results" / "images").mkdir(parents=True)
+        shutil.copy(ROOT / "results" / "images" / "noise.json", self.work / "tree" / "results" / "images")
 
     def run(self, *words: str) -> str:
         """What one call prints."""
@@ -60,11 +63,14 @@ def test_heads_wait_for_the_extractor_or_take_what_a_failed_training_left(tmp_pa
     began = time.monotonic()
     machine.run("wait", "30")
     assert time.monotonic() - began < 25  # it ends with the jobs
-    assert (machine.out / "results.tar.gz").read_text() == f"{used}\n"
+    with tarfile.open(machine.out / "results.tar.gz") as kept:
+        rows, table = kept.extractfile("cifar10.jsonl"), kept.extractfile("noise.json")
+        assert rows is not None and table is not None and rows.read().decode() == 3 * f"{used}\n"
     assert (machine.out / "resnet9-64-seed0.json").read_text() == f"{used}\n" and (machine.out / "rows.tar.gz").exists()
-    train, private, rest = machine.calls.read_text().splitlines()
+    train, private, rest, learned = machine.calls.read_text().splitlines()
     assert train.endswith("--minutes 5") and private.endswith("--methods lip-weights --datasets cifar10")
-    assert rest.endswith("--methods lip-weights,non-private --datasets cifar10")
+    assert rest.endswith("--features joined --methods dp-sgd,non-private --datasets cifar10")
+    assert learned.endswith("--features learned --methods lip-weights,non-private --datasets cifar10")
     assert not list(machine.work.glob("*.pid"))
 
 

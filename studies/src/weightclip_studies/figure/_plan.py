@@ -161,8 +161,8 @@ def settle(looked: Sequence[Mapping[str, Any]], seconds: float, bench: Path | No
     """Changes for one run of WRN-16-4 of about so many seconds, fixed before its noise is calibrated.
 
     The pace is that of short trials in ``looked``, or else that of the committed times of steps in ``bench``. The most
-    views of 4, 2 and 1 with which 500 steps fit, and as many steps, at most the 2,400 of De et al. Of trials the learning
-    rate of the better validation accuracy besides. Without either: as fits into the slowest guess.
+    views of 4, 2 and 1 with which 500 steps fit, and as many steps, at most the 2,400 of De et al. Trials also give
+    the learning rate of the better validation accuracy. Without either: as fits into the slowest guess.
     """
     trials = [r for r in looked if r["stage"] == "trial"]
     fitting, found = dict[int, int](), dict[str, Any]()

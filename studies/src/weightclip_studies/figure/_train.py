@@ -167,7 +167,8 @@ def _save(run: _Steps, average: ParameterAverage | None, folder: Path, seconds: 
     place.mkdir(exist_ok=True)
     run.save(place)
     state = {"steps": 0, "average": {}} if average is None else average.state_dict()
-    save_file(state["average"], str(place / "average.safetensors"))
+    packed = {name: value.contiguous() for name, value in state["average"].items()}  # channels last are refused
+    save_file(packed, str(place / "average.safetensors"))
     scratch = folder / f"{_LATEST}.part"
     told = {"place": place.name, "seconds": seconds, "averaged": state["steps"], "updates": updates}
     scratch.write_text(json.dumps(told))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,10 +90,16 @@ class Pictures:
     def synthetic(self, count: int = 96, seed: int = 5) -> Tensor:
         """Inputs made from dead leaves: public stand-ins for records."""
         size = 4 * self.x.shape[-1] if self.scattering else self.x.shape[-1]
-        leaves = dead_leaves(count, size, self.planes, seed=seed).to(self.x.device)
+        leaves = _leaves(count, size, self.planes, seed).to(self.x.device)
         if not self.scattering:
             return self.inputs((leaves * 255).to(torch.uint8))
         return _Front((size, size) if self.planes == 1 else (size, size, self.planes), self.x.device)(leaves)
+
+
+@functools.lru_cache(maxsize=8)
+def _leaves(count: int, size: int, planes: int, seed: int) -> Tensor:
+    """The same pictures for every run of a process: they take seconds of several cores."""
+    return dead_leaves(count, size, planes, seed=seed)
 
 
 class _Front(nn.Module):
