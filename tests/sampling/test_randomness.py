@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import weightclip as wc
 from weightclip.certificate import build_plan
-from weightclip.sampling._randomness import Generators, _memory_of, _Python, model_draws
+from weightclip.sampling._randomness import Generators, model_draws
 
 
 def drop(rate: float = 0.5) -> nn.Sequential:
@@ -290,57 +290,3 @@ def test_a_checkpointed_block_that_draws_again_draws_from_the_same_root() -> Non
 
     known = [releases(private(Block(), table(16), seed=5, bounds=CAPS), number) for number in (42, 7)]
     assert same_bits(*known)
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("drawn", [0, 1, 623, 624, 1000])
-def test_the_state_of_pythons_generator_is_taken_and_given_back_whole(at_once: bool, drawn: int) -> None:
-    """By its memory or by its own calls, at any place among its words, with and without half of a pair of normals."""
-    generator = random.Random(5)
-    state = _Python(generator)
-    if not at_once:
-        state._memory = None
-    for normals in (0, 1):
-        for _ in range(drawn):
-            generator.getrandbits(32)
-        for _ in range(normals):
-            generator.gauss(0.0, 1.0)
-        before, taken = generator.getstate(), state.get()
-        following = [generator.gauss(0.0, 1.0) for _ in range(700)]
-        generator.seed(9)
-        state.set(taken)
-        assert generator.getstate() == before
-        assert [generator.gauss(0.0, 1.0) for _ in range(700)] == following
-
-
-def test_memory_that_is_laid_out_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Other(random.Random):
-        """Might keep its state anywhere."""
-
-    assert _memory_of(Other(1)) is None and _memory_of(random.SystemRandom()) is None
-    generator = random.Random(1)
-    state = generator.getstate()
-    if _memory_of(generator) is None:
-        return  # not CPython, or one without the lock
-    with monkeypatch.context() as patch:
-        patch.setattr(random.Random, "getstate", lambda self: (3, (*state[1][:-2], 0, state[1][-1]), None))
-        assert _memory_of(generator) is None
-    with monkeypatch.context() as patch:
-        patch.setattr("weightclip.sampling._randomness.sys.abiflags", "t")  # of a build without the lock
-        assert _memory_of(generator) is None
-    assert generator.getstate() == state
-
-
-def test_another_generator_in_pythons_module_is_taken_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after importlib.reload(random): nothing that was kept of the one before is used."""
-    generators = Generators()
-    generators.restore(generators.save())
-    other = random.Random(4)
-    before = other.getstate()
-    monkeypatch.setattr(random, "_inst", other)
-    monkeypatch.setattr(random, "seed", other.seed)
-    states = generators.save()
-    generators.seed(bytes(32))
-    assert other.getstate() != before
-    generators.restore(states)
-    assert other.getstate() == before

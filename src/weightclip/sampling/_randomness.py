@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import hashlib
 import random
 import sys
 import threading
 import weakref
-from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,17 +51,17 @@ class Generators:
 
     def save(self) -> tuple[Any, ...]:
         """Take the generators: their present states, to be given back. NumPy's bits are set aside as they are."""
-        cpu, python = torch.default_generator.get_state(), _python_of(random._inst)
+        cpu, python = torch.default_generator.get_state(), random.getstate()
         bits, pair = _numpy.get_bit_generator(), _numpy_pair()
         self._numpy.append(_Twister() if not self._spare else self._spare.pop())
         _numpy.set_bit_generator(self._numpy[-1].bits)
-        return cpu, (python, python.get()), bits, pair, self._cuda_state()
+        return cpu, python, bits, pair, self._cuda_state()
 
     def restore(self, states: tuple[Any, ...]) -> None:
         """Give back what :meth:`save` found."""
-        cpu, (python, state), bits, pair, cuda = states
+        cpu, python, bits, pair, cuda = states
         torch.default_generator.set_state(cpu)
-        python.set(state)
+        random.setstate(python)
         _numpy.set_bit_generator(bits)
         self._spare.append(self._numpy.pop())
         if pair["has_gauss"]:  # the other half of a pair of normals, which NumPy keeps beside the bits
@@ -239,7 +237,8 @@ class _Twister:
 
     def __init__(self) -> None:
         self.bits = np.random.MT19937(0)
-        self._memory = _bytes_at(self.bits.ctypes.state_address, _WORDS + 1)
+        state = (ctypes.c_uint32 * (_WORDS + 1)).from_address(self.bits.ctypes.state_address)
+        self._memory = memoryview(state).cast("B")  # written by a slice, which other threads wait for
         words = bytes(range(256)) * 9 + bytes(192)
         self._at_once = True
         self.seed(words)
@@ -253,53 +252,6 @@ class _Twister:
         else:
             state: Any = {"key": np.frombuffer(words, "<u4"), "pos": _WORDS}
             self.bits.state = {"bit_generator": "MT19937", "state": state}
-
-
-class _Python:
-    """A generator of Python's, whose state is read and written at once: its own calls make a tuple of 625 numbers.
-
-    Formal guarantees:
-        What :meth:`set` is given by :meth:`get` is the whole state: all words, the place among them, and half of a pair
-        of normals. Memory is touched only where it was seen to hold these words; elsewhere the generator's own calls do
-        the same.
-    """
-
-    def __init__(self, generator: random.Random) -> None:
-        self.generator: Any = generator
-        self._memory = _memory_of(generator)
-
-    def get(self) -> tuple[Any, Any]:
-        """The present state."""
-        words = self.generator.getstate() if self._memory is None else bytes(self._memory)
-        return words, self.generator.gauss_next
-
-    def set(self, state: tuple[Any, Any]) -> None:
-        """Go back to a state of :meth:`get`."""
-        words, self.generator.gauss_next = state
-        if self._memory is None:
-            self.generator.setstate(words)
-        else:
-            self._memory[:] = words
-
-
-def _memory_of(generator: random.Random) -> memoryview | None:
-    """The place among its words and the words themselves, as CPython keeps them behind an object's head; None where
-    they are not there, or other threads do not wait for each other."""
-    size, head = _WORDS + 1, object.__basicsize__
-    alone = sys.implementation.name == "cpython" and "t" not in getattr(sys, "abiflags", "t")
-    if not alone or type(generator) is not random.Random or type(generator).__basicsize__ < head + 4 * size:
-        return None
-    memory = _bytes_at(id(generator) + head, size)
-    *words, place = generator.getstate()[1]
-    return memory if bytes(memory) == array("I", [place, *words]).tobytes() else None
-
-
-def _bytes_at(place: int, words: int) -> memoryview:
-    """Memory to be read and written by a slice, which other threads wait for, unlike a memmove."""
-    return memoryview((ctypes.c_uint32 * words).from_address(place)).cast("B")
-
-
-_python_of = functools.lru_cache(1)(_Python)
 
 
 class _NoBits:
