@@ -35,16 +35,18 @@ while read -r seconds line; do
         echo "failed or too long: $line"
     fi
 done <<'LINES'
+60 --models wrn-16-4 --batches 1024 --precision tf32 --modes plain weights factors exact-joint-cap
+60 --models mlp-4096 --batches 1024 --modes plain factors joint-cap exact-joint-cap weights weights-refresh
+180 --models encoder-base --batches 64 --precision bf16 --compile --modes plain-graph factors-graph exact-joint-cap-graph
+120 --models resnet18 --batches 256 --precision bf16 --compile --channels-last --modes plain factors exact-joint-cap opacus-hooks opacus-ghost
+150 --models wrn-16-4 --batches 1024 --precision bf16 --compile --channels-last --draws --modes plain factors exact-joint-cap
+150 --models wrn-16-4 --batches 1024 --precision bf16 --compile --channels-last --modes plain weights factors exact-cap exact-joint-cap
+150 --models resnet50 --batches 128 --precision bf16 --compile --channels-last --modes plain factors exact-joint-cap opacus-hooks opacus-ghost
+60 --models convnet --batches 4096 --precision tf32 --modes plain weights factors exact-joint-cap
 60 --models mlp --batches 512 --modes plain weights factors both joint-cap plain-graph weights-graph factors-graph both-graph joint-cap-graph
 60 --models wrn-16-4 --batches 256 1024 --modes plain-graph weights-graph factors-graph
-60 --models mlp-4096 --batches 1024 --modes plain factors joint-cap exact-joint-cap weights weights-refresh
-60 --models convnet --batches 4096 --precision tf32 --modes plain weights factors exact-joint-cap
-60 --models wrn-16-4 --batches 1024 --precision tf32 --modes plain weights factors exact-joint-cap
-150 --models wrn-16-4 --batches 1024 --precision bf16 --compile --channels-last --modes plain weights factors exact-cap exact-joint-cap
 150 --models encoder-base --batches 64 --precision bf16 --compile --modes plain factors exact-joint-cap
 120 --models wrn-16-4 --batches 1024 --precision bf16 --compile --channels-last --modes plain-graph weights-graph factors-graph exact-joint-cap-graph
-120 --models resnet18 --batches 256 --precision bf16 --compile --channels-last --modes plain factors exact-joint-cap opacus-hooks opacus-ghost
-150 --models resnet50 --batches 128 --precision bf16 --compile --channels-last --modes plain factors exact-joint-cap opacus-hooks opacus-ghost
 40 --models encoder-base --batches 64 --precision bf16 --modes plain opacus-hooks opacus-ghost
 40 --models wrn-16-4 --batches 1024 --precision bf16 --channels-last --modes plain opacus-hooks opacus-ghost
 90 --models wrn-16-4 --batches 1024 --precision tf32 --modes plain opacus-hooks opacus-ghost
@@ -53,8 +55,6 @@ done <<'LINES'
 90 --models wrn-16-4 --batches 256 1024 2048 --modes plain opacus-hooks opacus-ghost
 60 --models mlp --batches 512 --modes plain opacus-hooks opacus-ghost
 60 --models convnet --batches 4096 --precision tf32 --modes plain opacus-hooks opacus-ghost
-150 --models wrn-16-4 --batches 1024 --precision bf16 --compile --channels-last --draws --modes plain factors exact-joint-cap
-180 --models encoder-base --batches 64 --precision bf16 --compile --modes plain-graph factors-graph exact-joint-cap-graph
 120 --models convnet --batches 64 256 1024 4096 8192 --modes plain weights factors both joint-cap exact-joint-cap
 150 --models wrn-16-4 --batches 256 1024 2048 --modes plain weights factors both joint-cap exact-joint-cap
 90 --models convnet --batches 64 256 1024 4096 --modes plain-graph weights-graph factors-graph both-graph joint-cap-graph exact-joint-cap-graph
