@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,20 @@ class Ledger:
         """Which ledger this is and how far it has come: JSON-ready."""
         book = self.book
         return {"id": book.id if book else None, "charges": self.charges, "head": book.head if book else None}
+
+    def mark(self) -> dict[str, Any]:
+        """How far the ledger has come, for :meth:`counts_only`: JSON-ready."""
+        book = self.book
+        runs = 0 if book is None else len(book.runs)
+        return {"id": book.id if book else None, "charges": self.charges, "runs": runs}
+
+    def counts_only(self, mechanisms: Sequence[Mechanism], since: dict[str, Any]) -> bool:
+        """Whether this is the ledger of :meth:`mark`, and every run since then applies one of these mechanisms."""
+        if self.book is None:
+            return since["id"] is None
+        events = [encode(to_event(m)) for m in mechanisms]
+        same = since["id"] in (None, self.book.id)
+        return same and all(run["event"] in events for run in self.book.runs[since["runs"] :])
 
     def knows(self, head: str) -> bool:
         """Whether some line, now or earlier, had this checksum."""

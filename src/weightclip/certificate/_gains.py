@@ -292,6 +292,7 @@ class WeightClipper:
                 self.limits[path] = float(limit)
             else:
                 self.work.append((cast(Tensor, module.weight), float(limit), norm_function(module, bounds.p)))
+        self.due = bool(self.work or self.limits)  # whether there is anything to do
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -300,11 +301,6 @@ class WeightClipper:
         if self.by_bank:
             self.gains.clip(self.limits)
         self.gains.settle()
-
-    @property
-    def due(self) -> bool:
-        """Whether there is anything to do."""
-        return bool(self.work) or bool(self.limits)
 
 
 def _plain_layers(plan: Plan | OpenPlan) -> dict[str, nn.Module]:

@@ -56,7 +56,7 @@ def save(engine: PrivacyEngine, path: Any) -> None:
         "budget": engine.budget, "resumed": engine.resumed, "gains": engine.training.sensitivity.gains.state(tensors),
         "quantiles": None if engine.training.quantiles is None else engine.training.quantiles.state(),
         "optimizer": _flatten(engine.optimizer.state_dict(), tensors), "streams": None, "data": None,
-        "file": None if engine.ledger is None else engine.ledger.state(),
+        "file": None if engine.ledger is None else engine.ledger.state(), "run": engine.run,
     }  # fmt: skip
     if not engine.streams.is_secure:
         ledger["streams"], ledger["data"] = engine.streams.state(), fingerprint(engine, engine.streams)
@@ -149,7 +149,11 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
         raise ContractError(f"the checkpoint holds another optimizer: {error}") from error
     engine.model.load_state_dict(weights)
     if engine.ledger is None:
-        engine.steps = max(engine.steps, ledger["steps"])  # releases made beyond the checkpoint stay charged
+        # releases made beyond the checkpoint stay charged, and so do those of another run
+        same, before = ledger.get("run") == engine.run, engine.steps
+        engine.steps = max(before, ledger["steps"]) if same else before + ledger["steps"]
+        if before == 0:
+            engine.run = ledger.get("run", "")
         engine.uncounted = True
     if exact:  # nothing was released after these draws, or the same will be
         engine.loader.rewind(ledger["draws"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import secrets
 import warnings
 from typing import Any
 
@@ -24,7 +26,15 @@ from weightclip.engine._entrance import InputProjection
 from weightclip.engine._example import call_of
 from weightclip.engine._fused_step import FusedStep
 from weightclip.engine._gate import OutputGate
-from weightclip.engine._install import install, output_shape, refuse_unused, size_up, test_records, uninstall
+from weightclip.engine._install import (
+    buffers_kept,
+    install,
+    output_shape,
+    refuse_unused,
+    size_up,
+    test_records,
+    uninstall,
+)
 from weightclip.engine._step import Spending, Training
 from weightclip.engine._together import agree_on_run, make_release, refuse_whole_weights, share_weights
 from weightclip.engine._validate import (
@@ -38,7 +48,7 @@ from weightclip.engine._validate import (
     check_views,
 )
 from weightclip.errors import ContractError, WeightclipError
-from weightclip.factors import tile_group
+from weightclip.factors import is_held, tile_group
 from weightclip.losses import recognise
 from weightclip.noise import Allocation, Entrywise, Equal, GridSums, KNorm, Streams, calibrate_epsilon0
 from weightclip.sampling import TAIL, PoissonLoader, Share, model_draws
@@ -72,7 +82,10 @@ class PrivacyEngine(Spending):
         self.steps = 0 if self._ledger is None else self._ledger.charges  # also those of abandoned or killed runs
         self.budget: int | None = None
         self.views, self.loss_scale, self.b_max = 1, 1.0, 0
+        self._sigma = math.nan  # until make_private
         self.resumed = 0  # how often a checkpoint was loaded
+        self._process = 0  # that trains
+        self.run = ""  # the run that checkpoints belong to: a random name, that of the first one that was loaded
         self.uncounted = False  # whether releases after the checkpoint that was loaded are known to nobody
         self._training: Training | None = None
         self.shards: Shards | None = None  # of a model under fully_shard
@@ -145,16 +158,22 @@ class PrivacyEngine(Spending):
         if self.model is not None:
             raise ContractError("this engine already trains a model: use a new PrivacyEngine.")
         self.ranks.check()
+        self._process, self.run = os.getpid(), self.ranks.tell(functools.partial(secrets.token_hex, 8))
         self.device = check_model(module)
         if engine_of(module) is not None:
             raise ContractError("the model is already private: call detach() on its engine first.")
+        if any(is_held(part) for part in module.modules()):
+            raise ContractError(
+                "a layer of the model belongs to another private model, whose engine would get no more of its "
+                "gradients: call detach() on that engine first, or give this model a copy of the layer."
+            )
         self.shards = find_shards(self.ranks, module)
         check_optimizer(module, optimizer)
         share_weights(self.ranks, module, generator is not None)
         self.bounds = (bounds or Bounds()).chosen()
         self.streams = (Streams.secure() if generator is None else Streams.seeded(generator)).shared(self.ranks.tell)
         batch = getattr(data_loader, "batch_size", None) if expected_batch_size is None else expected_batch_size
-        self.noise_multiplier, self.expected_batch_size = check_numbers(noise_multiplier, 1 if batch is None else batch)
+        self._sigma, self.expected_batch_size = check_numbers(noise_multiplier, 1 if batch is None else batch)
         self.loader = PoissonLoader(
             data_loader, sample_rate=sample_rate, streams=self.streams, steps_left=self.steps_left,
             expected_batch_size=self.expected_batch_size, max_physical_batch_size=max_physical_batch_size,
@@ -175,7 +194,8 @@ class PrivacyEngine(Spending):
         is_open = self.bounds.is_open() and mechanism is None
         refuse_whole_weights(self.shards, self.bounds, is_open)
         plan = OpenPlan(module, self.bounds) if is_open else build_plan(module, loss, self.bounds, call.positional())
-        draws = model_draws(module, call.random(2, 0))
+        with buffers_kept(module):
+            draws = model_draws(module, call.random(2, 0))
         release = make_release(
             self.shards, plan, allocation or Equal(), self.noise_multiplier, self.expected_batch_size,
             slack=[1.0] * len(plan.layers), in_pieces=max_physical_batch_size is not None, views=self.views,
@@ -243,9 +263,10 @@ class PrivacyEngine(Spending):
         q = _sample_rate(data_loader, settings.get("sample_rate"))
         steps = max(1, round(epochs * max(1, round(1 / q))))
         adjacency = settings.get("adjacency", Adjacency.ADD_OR_REMOVE_ONE)
-        n = len(data_loader.dataset)  # type: ignore[arg-type]
-        if 0 < target_delta < 1 and target_delta >= 1 / n:
-            warnings.warn(f"target_delta = {target_delta:g} is not below 1/{n}: choose it far smaller.", stacklevel=2)
+        batch = settings.get("expected_batch_size") or data_loader.batch_size
+        n = None if batch is None else batch / q  # the public number of records
+        if n is not None and 0 < target_delta < 1 and target_delta >= 1 / n:
+            warnings.warn(f"target_delta = {target_delta:g} is not below 1/{n:g}: choose it far smaller.", stacklevel=2)
         left = target_delta - max(steps, self.steps) * TAIL if 0 < target_delta < 1 else target_delta
         spend = (target_epsilon, left, q, steps, self.accountant, adjacency)
         sigma = 1 / calibrate_epsilon0(*spend) if settings.get("mechanism") else calibrate_sigma(*spend)
@@ -282,6 +303,18 @@ class PrivacyEngine(Spending):
     def ledger(self) -> Ledger | SharedLedger | None:
         """The file that counts the releases, if there is one."""
         return self._ledger
+
+    @property
+    def noise_multiplier(self) -> float:
+        """sigma, fixed by :meth:`make_private`: every release has this one, and is priced with it."""
+        return self._sigma
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        raise ContractError(
+            "noise_multiplier is fixed by make_private: the noise would stay as it is, and releases that were made "
+            "would get another price. Train in phases instead, each by an engine of its own on one ledger."
+        )
 
     # -- what was spent ---------------------------------------------------------------------------------------------
 

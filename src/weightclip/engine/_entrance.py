@@ -285,35 +285,53 @@ class Watch:
 
 
 class BufferGuard:
-    """Forward pre-hook and hook of the model: a pass under gradients must leave every buffer as it is.
+    """Forward pre-hook and hook of the model: a pass under gradients must leave buffers and frozen parameters alone.
 
     Formal guarantees:
-        Buffers written in place by an uncompiled forward are refused, so that no state travels from one batch to the
-        next that way. Buffers may be changed between passes by public rules (schedules).
+        What an uncompiled forward writes in place, or puts in the place of a buffer, is refused, so that no state
+        travels that way from one batch to the next or into a saved model. Buffers may be changed between passes by
+        public rules (schedules). Writes through ``.data`` count no version and are not seen.
     """
 
     _weightclip = True
 
-    def __init__(self, model: nn.Module) -> None:
-        self.buffers = [(k, b) for k, b in model.named_buffers() if not k.rpartition(".")[2].startswith("_wc_")]
-        self._before: list[int] | None = None
+    def __init__(self, model: nn.Module, frozen: bool = True) -> None:
+        self._tables = [(path, module._buffers) for path, module in model.named_modules()]
+        self._frozen = [
+            (f"parameter '{name}', which is frozen,", p)
+            for name, p in model.named_parameters()
+            if frozen and not p.requires_grad
+        ]
+        self._before: list[tuple[Tensor, int]] | None = None
+
+    def _held(self) -> list[tuple[str, Tensor]]:
+        found = [
+            (f"buffer '{path}.{name}'".replace("'.", "'"), buffer) for path, table in self._tables if table
+            for name, buffer in table.items() if buffer is not None and not name.startswith("_wc_")
+        ]  # fmt: skip
+        return found + self._frozen if found else self._frozen
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Note the state of all buffers."""
-        if self.buffers and not torch.compiler.is_compiling():
-            self._before = [version_of(b) for _, b in self.buffers] if torch.is_grad_enabled() else None
+        """Note the state of all of them."""
+        if not torch.compiler.is_compiling():
+            self._before = [(t, version_of(t)) for _, t in self._held()] if torch.is_grad_enabled() else None
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Compare."""
         if self._before is None or torch.compiler.is_compiling():
             return
-        versions, self._before = self._before, None
-        for (name, buffer), version in zip(self.buffers, versions, strict=True):
-            if version_of(buffer) != version:
-                raise ContractError(
-                    f"forward writes buffer '{name}': it would carry records of one batch into the next and into the "
-                    "saved model. Freeze such modules with eval(), or use ones without running statistics."
-                )
+        before, self._before = self._before, None
+        held = self._held()
+        same = [
+            tensor is known and version_of(tensor) == v for (_, tensor), (known, v) in zip(held, before, strict=False)
+        ]
+        if all(same) and len(held) == len(before):
+            return
+        name = held[same.index(False)][0] if not all(same) else "a buffer"
+        raise ContractError(
+            f"forward writes {name}: it would carry records of one batch into the next and into the saved model. "
+            "Freeze such modules with eval(), or use ones without running statistics."
+        )
 
     before._weightclip = after._weightclip = True  # type: ignore[attr-defined] # hooks of ours, left out of copies
 

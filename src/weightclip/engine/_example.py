@@ -60,6 +60,17 @@ class Call:
         number = iter(range(len(self.tensors)))
         return self.map(lambda t: torch.ones_like(t) if next(number) == place else t)
 
+    def with_bytes(self) -> Call | None:
+        """The same with bytes of all sizes, as of pictures; None where there are none."""
+        if all(t.dtype != torch.uint8 for t in self.tensors):
+            return None
+        generator = torch.Generator().manual_seed(3)
+
+        def fill(t: Tensor) -> Tensor:
+            return t if t.dtype != torch.uint8 else torch.randint(0, 256, t.shape, generator=generator).to(t)
+
+        return self.map(fill)
+
     @property
     def masks(self) -> list[int]:
         """Numbers of the tensors that may be masks beside others: integers and truth values of each record."""

@@ -215,7 +215,7 @@ class OutputGate:
                 "fine): move other operations into the model, where they can be certified."
             )
         output = passage.ends[end]
-        if passage.versions[end] != version_of(output):
+        if passage.versions[end] != version_of(output) or (copied and version_of(value) != 0):
             raise ContractError("the model's output was changed in place before the loss: use a new tensor.")
         fold = value.shape[0] // records if value.dim() and folds and value.shape[0] % records == 0 else 1
         if output.shape[:1] != (records,) or value.shape[:1] != (records * fold,):

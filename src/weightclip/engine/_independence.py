@@ -25,6 +25,7 @@ from weightclip.factors import Collector
 _SIZES = (7, 2, 1)
 _CLOSE, _HALF = 1e-3, 5e-2  # of the largest entry: kernels round rows differently at different batch sizes
 _LARGE, _HUGE = 3.0, 1e30  # of one record, next to which the others must stay what they are
+_MASKS = 12  # further outcomes of a model's own random numbers, among which it may choose a way that mixes
 
 
 @dataclass
@@ -178,8 +179,9 @@ def check_independence(probe: Probe, call: Call, size: int, rowwise: bool = Fals
     """Refuse a model in which one record changes another's output or product.
 
     On random public records, at batch sizes 1, 2, 7 and ``size``: one record is changed (also to one of 1e30, next to
-    which a weight of zero is no protection), one is taken away, records change places, all are equal, and another batch
-    comes before. Nobody else's output, input factor or cotangent may move.
+    which a weight of zero is no protection; of a model that draws random numbers, for some of their outcomes), one is
+    taken away, records change places, all are equal, and another batch comes before. Nobody else's output, input factor
+    or cotangent may move.
 
     Formal guarantees:
         Reads shapes and types of ``call`` only. A test, no proof: a branch on values that random records never take is
@@ -245,6 +247,13 @@ def _check_size(probe: Probe, call: Call, n: int, places: bool) -> Facts | None:
         seen = probe(here)
         if n > 1:
             _check_changes(probe, here, there, seen)
+        if n == max(_SIZES) and probe.draws:
+            for masks in range(2, 2 + _MASKS):
+                _check_changes(probe, here, there, probe(here, masks), masks)
+        if n == max(_SIZES) and (wide := here.with_bytes()) is not None:
+            facts = _run(probe, _zip(here, wide, lambda a, b: _row(a, b, n // 2)))
+            if facts is not None:
+                _compare(seen, facts, [i for i in range(n) if i != n // 2], None, "changing one record")
         if n == max(_SIZES):  # masks that hide nothing are often left out: another way through the model
             for i in call.masks:
                 if (facts := _run(probe, here.with_ones(i))) is not None:
@@ -261,14 +270,17 @@ def _check_size(probe: Probe, call: Call, n: int, places: bool) -> Facts | None:
     return seen
 
 
-def _check_changes(probe: Probe, here: Call, there: Call, seen: Facts) -> None:
-    """One record becomes another one, or huge; of integers and masks, the only one that is not zero becomes zero."""
+def _check_changes(probe: Probe, here: Call, there: Call, seen: Facts, masks: int = 0) -> None:
+    """One record becomes another one, or huge; of integers and masks, the only one that is not zero becomes zero.
+
+    With ``masks``, a number of other random outcomes, it becomes huge, and that is all.
+    """
     n = len(here.tensors[0])
     others = [i for i in range(n) if i != n // 2]
-    for size in (_LARGE, _HUGE):
+    for size in (_HUGE,) if masks else (_LARGE, _HUGE):
         changed = _zip(here, there, lambda a, b, size=size: _put(a, b, n // 2, size))
-        _compare(seen, probe(changed), others, None, "changing one record")
-    if all(t.is_floating_point() for t in here.tensors):
+        _compare(seen, probe(changed, masks), others, None, "changing one record")
+    if masks or all(t.is_floating_point() for t in here.tensors):
         return
     alone, none = (_run(probe, here.map(lambda t, one=one: _marked(t, n // 2, one))) for one in (1, 0))
     if alone is not None and none is not None:  # lengths of zero run nowhere
@@ -338,6 +350,15 @@ def _put(a: Tensor, b: Tensor, i: int, size: float) -> Tensor:
         return a
     a = a.clone()
     a[i] = size * b[i] if a.is_floating_point() else 1 - a[i] if a.dtype != torch.bool else ~a[i]
+    return a
+
+
+def _row(a: Tensor, b: Tensor, i: int) -> Tensor:
+    """``a`` with the record ``i`` of ``b``."""
+    if not a.dim():
+        return a
+    a = a.clone()
+    a[i] = b[i]
     return a
 
 

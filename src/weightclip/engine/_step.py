@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class Spending:
     budget: int | None
     _ledger: Ledger | SharedLedger | None
     _training: Training | None
+    _process: int  # that counts: copies of it would count for themselves
 
     @property
     def training(self) -> Training:
@@ -71,6 +73,11 @@ class Spending:
 
         With a ledger the count is on the disk when this returns; its number is one no run on the ledger ever had.
         """
+        if os.getpid() != self._process:
+            raise ContractError(
+                "this process is a fork of the one that made the model private: releases would be counted in neither. "
+                "Call make_private in the process that trains."
+            )
         step = self.steps if self._ledger is None else self._ledger.charge(self.steps_left())
         self.steps = step + 1
         return step
@@ -159,7 +166,15 @@ class Training:
 
     def hand_out(self, info: BatchInfo) -> None:
         """The loader's next batch. A draw that was abandoned half-way is dropped, never released."""
-        if info.piece == 0 and not (self.info is None or self.info.last):
+        before, draw = self.info, self.draw
+        unused = before is not None and (draw is None or before.piece not in draw.pieces)
+        if unused and not info.first and self.engine.loader.strict:
+            raise ContractError(
+                "the loader was asked for a batch before the loss of the one before was taken: the model would meet "
+                "the records of one batch under the mask of another. With strict=True fetch no batch ahead, and leave "
+                "none out."
+            )
+        if info.piece == 0 and not (before is None or before.last):
             self.drop()
         self.info = info
         self.gate.clear()
@@ -285,11 +300,11 @@ class Training:
             parameter.grad = None
         try:
             self.run_backward(passage, self.release.leaves, mask)
+            self.release.end_batch()
         except BaseException:  # what is left of this draw lacks records: it must not be released, whoever goes on
             self._broken = None if self.info is None else self.info.draw
             self.drop()
             raise
-        self.release.end_batch()
         draw.ready = True
 
     def run_backward(self, passage: Passage, leaves: Sequence[Tensor], mask: Tensor | None = None) -> None:

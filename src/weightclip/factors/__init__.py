@@ -31,6 +31,7 @@ from weightclip.factors._register import Products as Products
 from weightclip.factors._register import register_layer as register_layer
 from weightclip.factors._swap import count_into as count_into
 from weightclip.factors._swap import families as families
+from weightclip.factors._swap import is_held as is_held
 from weightclip.factors._swap import is_private as is_private
 from weightclip.factors._swap import know_parameters as know_parameters
 from weightclip.factors._swap import limits_of as limits_of

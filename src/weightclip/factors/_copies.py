@@ -147,6 +147,9 @@ def operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             if layout != NONE:  # a number of rows: those of one record here
                 leaves[i], met = layout.m, True
 
+    if name == "prelu":  # autocast casts its weight outside of transforms only
+        tensors = [t.to(tensors[0].dtype) for t in tensors]
+
     def one(*values: Tensor) -> Any:
         for slot, value in zip(slots, values, strict=True):
             leaves[slot] = value

@@ -217,6 +217,11 @@ def is_private(module: nn.Module) -> bool:
     return isinstance(module, Private)
 
 
+def is_held(module: nn.Module) -> bool:
+    """Whether an engine collects the layer's products."""
+    return isinstance(module, Private) and module._wc_sink is not None
+
+
 def families(model: nn.Module) -> dict[str, list[nn.Module]]:
     """Modules that hold trainable parameters, by the path of the first; those that share one are one family."""
     found: dict[str, list[nn.Module]] = {}

@@ -42,6 +42,7 @@ class BatchInfo:
         mask: (rows,) bool tensor, True where a row is a real record; None when all rows are.
         rows: number of rows of the tensors.
         place: number of this physical batch within the whole draw, of which other processes may run other pieces.
+        first: whether a pass over the data begins with it.
     """
 
     draw: int
@@ -50,6 +51,7 @@ class BatchInfo:
     mask: Tensor | None
     rows: int
     place: int = 0
+    first: bool = False
 
 
 class PoissonLoader:
@@ -86,7 +88,6 @@ class PoissonLoader:
 
     Attributes:
         dataset: the user's data set.
-        sample_rate: q.
         expected_batch: q·len(dataset).
         b_max: the largest draw that is allowed for.
         piece_size: max_physical_batch_size.
@@ -116,7 +117,7 @@ class PoissonLoader:
         if size is not None and (not isinstance(size, int) or size < 1):
             raise WeightclipError(f"max_physical_batch_size must be a positive integer or None, got {size!r}")
         self.dataset = data_loader.dataset
-        self.sample_rate = q
+        self._rate = q
         self.expected_batch = q * n
         self.b_max = largest_batch(expected_batch_size or batch_size, q, n)
         self.draws = 0
@@ -145,6 +146,15 @@ class PoissonLoader:
         return self._draws_per_pass
 
     @property
+    def sample_rate(self) -> float:
+        """q, of every draw."""
+        return self._rate
+
+    @sample_rate.setter
+    def sample_rate(self, value: float) -> None:
+        raise ContractError("sample_rate is fixed: draws that were made would get another price. Use a new loader.")
+
+    @property
     def strict(self) -> bool:
         """Whether all pieces have one public shape and records take secret places in them."""
         return self.cutter.shuffled
@@ -160,7 +170,7 @@ class PoissonLoader:
         return self.cutter.pieces_of(0)
 
     def __iter__(self) -> Iterator[Any]:
-        mine, self._pass = object(), None
+        mine, self._pass, first = object(), None, True
         ahead: _Ahead | None = None
         for done in range(self._draws_per_pass):
             if done and self._pass is not mine:
@@ -179,7 +189,8 @@ class PoissonLoader:
                     raise ContractError(_TWO_PASSES)
                 piece, real, batch = ahead.next()
                 last = piece.last
-                info, batch = self._describe(piece, real, batch)
+                info, batch = self._describe(piece, real, batch, first)
+                first = False
                 if last:
                     self._unfinished = None
                 self._on_batch(info)
@@ -245,11 +256,11 @@ class PoissonLoader:
             batch = [t.pin_memory() if t.device.type == "cpu" else t for t in batch]
         return real, batch
 
-    def _describe(self, piece: Piece, loaded: int, batch: Any) -> tuple[BatchInfo, Any]:
+    def _describe(self, piece: Piece, loaded: int, batch: Any, first: bool) -> tuple[BatchInfo, Any]:
         real = piece.indices.size
         if loaded != max(1, real):
             raise WeightclipError(
-                f"collate_fn made {loaded} rows of {max(1, real)} records: it must keep every record, on dim 0"
+                "collate_fn made more rows than records, or fewer: it must keep every record, on dim 0"
             )
         if real == 0:
             batch = zero_records(batch)
@@ -260,7 +271,7 @@ class PoissonLoader:
             mask = torch.zeros(rows, dtype=torch.bool)
             mask[slice(real) if piece.slots is None else torch.from_numpy(piece.slots)] = True
             mask = mask if leaf is None else mask.to(leaf.device)
-        return BatchInfo(self._begun, piece.number, piece.last, mask, rows, piece.place), batch
+        return BatchInfo(self._begun, piece.number, piece.last, mask, rows, piece.place, first), batch
 
     def _spent(self) -> bool:
         if self._steps_left() != 0:

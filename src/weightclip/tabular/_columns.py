@@ -160,10 +160,10 @@ def _spell(value: Any) -> str | None:
     if value is None or kind in ("NAType", "NaTType") or bool(value != value):
         return None
     if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
+        return bytes.decode(value, "utf-8", "replace")
     if kind in ("bool", "bool_"):
         return "true" if value else "false"
     if isinstance(value, float) or kind.startswith("float"):
         number = float(value)
         return str(int(number)) if number.is_integer() else repr(number)
-    return str(value)
+    return str.__str__(str(value))  # of a class of its own it would be compared and hashed by that

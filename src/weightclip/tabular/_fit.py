@@ -107,7 +107,7 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
     # A record whose target is not finite takes part with zero gradient; the others are cut to the range.
     scaled = (np.clip(y, low, high) - scale.middle) / scale.unit
     scaled[~np.isfinite(y)] = math.nan
-    run = _train(table, fitted, scaled, 0, plan, n)
+    run = _train(table, fitted, scaled, 0, plan, n, stage.look)
     # Outputs of a model are in units of its range.
     range_ = Target.public(low, high)
     factor, shift = scale.unit / range_.unit, (scale.middle - range_.middle) / range_.unit
@@ -116,11 +116,12 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
     reference = raw.logits(pretended(fitted.encoder))[:, 0]
     swing, mean = 1.0, 0.0
     if not isinstance(plan.preprocessing, PublicScaling):
+        rows = functools.partial(_predictions, raw, table, scaled, plan.weights)
+        door = Door(plan.streams)  # which charges nothing itself
         look = functools.partial(
-            agreement, lambda: _predictions(raw, table, scaled, plan.weights), reference, fitted.encoder.width, n,
-            check, Door(plan.streams),  # charged before the training
+            _last_look, plan, stage, run.steps, rows, reference, fitted.encoder.width, n, check, door
         )  # fmt: skip
-        swing, mean = look() if plan.checkpoint is None else plan.checkpoint.once(look, default=(1.0, 0.0))
+        swing, mean = look() if plan.checkpoint is None else plan.checkpoint.once(look, default=_NO_LOOK)
     w, b = w * np.float32(swing), b * np.float32(swing) + np.float32((1 - swing) * mean)
     last = (w * np.float32(factor), b * np.float32(factor) + np.float32(shift))
     model = Model(fitted.encoder, (*inner, last), "regression", (), (low, high), target)
@@ -128,10 +129,24 @@ def fit_regressor(table: Table, y: np.ndarray, span: tuple[float, float] | None,
     return model, privacy_report(fitted, run, plan, n, public), run
 
 
+_NO_LOOK = (1.0, 0.0)
+
+
+def _last_look(plan: FitPlan, stage: Stage, steps: int, *args: Any) -> tuple[float, float]:
+    """How far predictions are to be trusted, once: nothing is released where a copy of this fit has looked already.
+
+    Formal guarantees:
+        With a ledger the look is charged before it is made, and only if nothing else was charged since the training.
+    """
+    if stage.look is not None and not plan.door.charge_next(stage.look, stage.charged + steps):
+        return _NO_LOOK
+    return agreement(*args)
+
+
 def _before_regression(
     table: Table, y: np.ndarray, span: tuple[float, float] | None, plan: FitPlan, n: int
 ) -> Stage:  # fmt: skip
-    """Target and features; the last look is charged here, before anything that it may cost is promised elsewhere."""
+    """Target and features; what the last look will cost is set aside."""
     sigma = _sigma(table, plan, n)
     if isinstance(plan.preprocessing, PublicScaling):
         if span is None:
@@ -149,12 +164,11 @@ def _before_regression(
     mu = mu_left(plan)
     check = 1 / (mu * math.sqrt(min(_defaults.agreement_share(n, mu), left / 4)))
     paid = Mechanism("gaussian", check, 1.0, 1, label="agreement of predictions and targets")
-    plan.door.charge(paid)
     return Stage(replace(fitted, mechanisms=(*fitted.mechanisms, paid)), scale, check)
 
 
 def _kept(plan: FitPlan, make: Callable[[], Stage]) -> Stage:
-    return make() if plan.checkpoint is None else plan.checkpoint.stage(make)
+    return make() if plan.checkpoint is None else plan.checkpoint.stage(make, plan.ledger)
 
 
 def _predictions(
@@ -220,7 +234,9 @@ def _center(fitted: Fitted, table: Table, plan: FitPlan, n: int) -> Fitted:
     return fitted if center_error(width, sigma, n) > 1 else center(fitted, table, sigma, plan.door, n)
 
 
-def _train(table: Table, fitted: Fitted, labels: np.ndarray, classes: int, plan: FitPlan, n: int) -> Trained:
+def _train(
+    table: Table, fitted: Fitted, labels: np.ndarray, classes: int, plan: FitPlan, n: int, look: Mechanism | None = None
+) -> Trained:  # fmt: skip
     """The network: for so many classes, or for a number (0)."""
     encoder, chosen = fitted.encoder, dict(plan.chosen)
     if classes == 0:
@@ -228,7 +244,7 @@ def _train(table: Table, fitted: Fitted, labels: np.ndarray, classes: int, plan:
         chosen["gradient_cap"] = chosen.get("gradient_cap", 0.3) if plan.loss == "huber" else None
     outputs = classes if classes > 2 else 1
     settings = _defaults.settings(n, plan.epsilon, encoder.width, outputs, chosen)
-    small = len(table) * encoder.width * 4 <= _IN_MEMORY
+    small = n * encoder.width * 4 <= _IN_MEMORY  # by public numbers: one record must not decide how others are rounded
     features = torch.from_numpy(encoder.transform(table.values)) if small else _half(table, encoder)
     weights = None if plan.weights is None else torch.from_numpy(np.asarray(plan.weights, dtype=np.float64))
     if classes > 2:
@@ -238,7 +254,7 @@ def _train(table: Table, fitted: Fitted, labels: np.ndarray, classes: int, plan:
     return train(
         Records(features, y, weights), outputs, _loss(classes, settings), settings,
         Budget(plan.epsilon, plan.delta, plan.accountant, fitted.mechanisms), plan.streams, n,
-        ledger=plan.ledger, checkpoint=plan.checkpoint, progress=plan.progress,
+        ledger=plan.ledger, checkpoint=plan.checkpoint, look=look, progress=plan.progress,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral, Number, Real
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -52,15 +52,28 @@ def labels(y: Any, declared: bool) -> np.ndarray:
         single = (v[0] if isinstance(v, (list, tuple)) and len(v) == 1 else v for v in y)
         y = np.fromiter(single, dtype=object, count=len(y))
         y = y if declared else _natural(y)
+    elif declared:
+        y = _boxed(y)
     y = column_or_1d(y, warn=True)
     if y.dtype.kind == "f" and not declared:
         assert_all_finite(y, input_name="y")
     return y if declared or y.dtype.kind != "O" else _natural(y)
 
 
+def _boxed(y: Any) -> Any:
+    """Columns that can hold nulls beside integers, value by value: made numbers, one null would round all others."""
+    if isinstance(getattr(y, "dtype", None), np.dtype) or getattr(y, "ndim", 1) != 1:
+        return y
+    listed = next((getattr(y, name) for name in ("to_pylist", "to_list", "tolist") if hasattr(y, name)), None)
+    if listed is None:
+        return y
+    values = listed()
+    return np.fromiter(values, dtype=object, count=len(values))
+
+
 def _natural(values: np.ndarray) -> np.ndarray:
-    """Objects of one type, or numbers, as an array of that type."""
-    kinds = {Number if isinstance(v, Number) and not isinstance(v, bool) else type(v) for v in values}
+    """Objects of one type, or real numbers, as an array of that type."""
+    kinds = {Real if isinstance(v, Real) and not isinstance(v, bool) else type(v) for v in values}
     return np.array(values.tolist()) if len(kinds) == 1 else values
 
 
@@ -264,7 +277,10 @@ def weigh(plan: FitPlan, sample_weight: Any, rows: int) -> FitPlan:
     """
     if sample_weight is None:
         return plan
-    weights = np.asarray(sample_weight)
+    if isinstance(sample_weight, (list, tuple)) and not all(isinstance(w, (list, tuple)) for w in sample_weight):
+        weights = to_numbers(sample_weight)  # one by one: an array would give all of them one type
+    else:
+        weights = np.asarray(sample_weight)
     if weights.dtype.kind not in "iufb":
         weights = to_numbers(weights.ravel().tolist()).reshape(weights.shape)
     if weights.shape != (rows,):

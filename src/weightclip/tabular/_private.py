@@ -42,6 +42,20 @@ class Door:
         finally:
             book.close()
 
+    def charge_next(self, mechanism: Mechanism, charges: int) -> bool:
+        """Count one release if the ledger holds so many charges, and no others; whether it was counted."""
+        if self.ledger is None:
+            return True
+        book = Ledger(self.ledger)
+        try:
+            if book.charges != charges:
+                return False
+            book.begin(mechanism, Adjacency.ADD_OR_REMOVE_ONE, 0.0, {"secure_noise": self.streams.is_secure})
+            book.charge()
+            return True
+        finally:
+            book.close()
+
     def noise(self, values: np.ndarray, sigma: float, label: str) -> np.ndarray:
         """Standard normals for the one release of these sums under this label, which is charged first.
 

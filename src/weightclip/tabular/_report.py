@@ -24,6 +24,11 @@ NOT_COVERED = (
 )
 
 
+def left_of(delta: float, mechanisms: Sequence[Mechanism]) -> float:
+    """delta, less the chance that a draw exceeds what rounding is allowed for (SOUNDNESS Theorem 27)."""
+    return delta - TAIL * sum(m.steps for m in mechanisms if m.q < 1)
+
+
 def privacy_report(fitted: Fitted, run: Trained, plan: FitPlan, n: int, public: dict[str, Any]) -> dict[str, Any]:
     """A JSON-ready statement; its epsilon is computed from the mechanisms it lists.
 
@@ -33,7 +38,7 @@ def privacy_report(fitted: Fitted, run: Trained, plan: FitPlan, n: int, public: 
     """
     mechanisms, delta, accountant = [*fitted.mechanisms, run.mechanism], plan.delta, plan.accountant
     secure = plan.streams.is_secure
-    total = math.inf if fitted.uncovered else epsilon(mechanisms, delta, accountant)
+    total = math.inf if fitted.uncovered else epsilon(mechanisms, left_of(delta, mechanisms), accountant)
     report: dict[str, Any] = {
         "format": FORMAT,
         "statement": f"({_text(total)}, {delta:g})-differentially private for adding or removing one record.",
@@ -78,7 +83,8 @@ def recompute(report: dict[str, Any], delta: float | None = None, accountant: st
     mechanisms, delta = mechanisms_of(report), float(report["delta"] if delta is None else delta)
     if (search := report.get("search")) is not None:
         return searched_epsilon(mechanisms, delta, search["mean_runs"], report["target_epsilon"])
-    return epsilon(mechanisms, delta, accountant or report["accountant"], report["adjacency"].lower())
+    left = left_of(delta, mechanisms)
+    return epsilon(mechanisms, left, accountant or report["accountant"], report["adjacency"].lower())
 
 
 def searched_epsilon(mechanisms: Sequence[Mechanism], delta: float, mean_runs: float, target: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from weightclip.accounting import Mechanism
-from weightclip.errors import WeightclipError
+from weightclip.accounting import Ledger, Mechanism
+from weightclip.errors import ContractError, WeightclipError
 from weightclip.nn import ParameterAverage
 from weightclip.tabular._encoder import Encoder, Fitted
 from weightclip.tabular._target import Target
@@ -33,6 +33,16 @@ class Stage:
     fitted: Fitted  # encoder and mechanisms, those of a last look after training included
     target: Target | None = None  # how a numeric target is scaled; None for classes
     check: float = 0.0  # noise multiplier of the last look; 0 without one
+
+    @property
+    def look(self) -> Mechanism | None:
+        """The last look, charged when it is made; all other mechanisms were charged before the training."""
+        return self.fitted.mechanisms[-1] if self.check > 0 else None
+
+    @property
+    def charged(self) -> int:
+        """Charges of everything before the training."""
+        return sum(m.steps for m in self.fitted.mechanisms) - (self.look is not None)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -66,19 +76,28 @@ class Checkpoint:
         """Whether a fit has come as far as its training."""
         return (self.folder / _STAGE).is_file()
 
+    def alone(self, ledger: Ledger, own: Sequence[Mechanism]) -> bool:
+        """Whether the ledger counts nothing but ``own`` mechanisms since the training was about to begin."""
+        mark = json.loads((self.folder / _STAGE).read_text(encoding="utf-8"))["ledger"]
+        return ledger.counts_only(own, mark)
+
     @property
     def engine(self) -> Path:
         """Where the engine saves weights and optimiser."""
         return self.folder / _ENGINE
 
-    def stage(self, make: Callable[[], Stage]) -> Stage:
-        """What was released before the training: as kept, or made and kept now."""
+    def stage(self, make: Callable[[], Stage], ledger: Path | None = None) -> Stage:
+        """What was released before the training: as kept, or made and kept now, with what the ledger holds then."""
         place = self.folder / _STAGE
         try:
             kept = json.loads(place.read_text(encoding="utf-8"))
             if kept["options"] != self.options:
                 raise WeightclipError(
                     f"{self.folder} holds an interrupted run with other options: repeat those, or remove the folder."
+                )
+            if (ledger is None) != (kept["ledger"] is None):
+                raise WeightclipError(
+                    f"{self.folder} holds a run with another --ledger: repeat it, or remove the folder."
                 )
             return Stage.from_json(kept["stage"])
         except FileNotFoundError:
@@ -88,9 +107,13 @@ class Checkpoint:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise WeightclipError(f"{place} cannot be read ({type(error).__name__}): remove {self.folder}.") from error
         stage = make()
+        mark = _mark(ledger)
+        if mark is not None and mark["charges"] != stage.charged:
+            raise ContractError(f"ledger {ledger} was charged by another run during this fit: start again.")
+        told = {"options": self.options, "stage": stage.to_json(), "ledger": mark}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            _write(place, json.dumps({"options": self.options, "stage": stage.to_json()}, default=_plain).encode())
+            _write(place, json.dumps(told, default=_plain).encode())
         except OSError as error:
             raise WeightclipError(f"cannot write {place} ({error.strerror or error}).") from error
         return stage
@@ -132,6 +155,17 @@ class Checkpoint:
             average.load_state_dict({"steps": 1, "average": ordered})
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
             raise WeightclipError(f"{place} cannot be read ({type(error).__name__}): remove {self.folder}.") from error
+
+
+def _mark(ledger: Path | None) -> dict[str, Any] | None:
+    """How far the ledger has come."""
+    if ledger is None:
+        return None
+    book = Ledger(ledger)
+    try:
+        return book.mark()
+    finally:
+        book.close()
 
 
 def _write(place: Path, data: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from weightclip.accounting import Mechanism, calibrate_sigma
+from weightclip.accounting import Ledger, Mechanism, calibrate_sigma
 from weightclip.certificate import Bounds
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import ContractError, WeightclipError
@@ -108,7 +108,7 @@ class Budget:
 
 @functools.lru_cache(maxsize=256)
 def _sigma(budget: Budget, q: float, steps: int) -> float:
-    left = budget.delta - steps * TAIL
+    left = budget.delta - TAIL * (steps + sum(m.steps for m in budget.extra if m.q < 1))
     return calibrate_sigma(budget.epsilon, left, q, steps, budget.accountant, extra_mechanisms=budget.extra)
 
 
@@ -123,6 +123,7 @@ def train(
     *,
     ledger: Path | None = None,
     checkpoint: Checkpoint | None = None,
+    look: Mechanism | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Trained:
     """Train one network with :class:`weightclip.PrivacyEngine`.
@@ -135,15 +136,18 @@ def train(
         budget: What may be spent, and what of it is spent already.
         streams: Randomness; the engine's own is the operating system's, unless these are seeded.
         n: Public number of records, from which q and T follow.
-        ledger: File in which the engine counts every release before it happens; it holds `budget.extra` already.
+        ledger: File in which the engine counts every release before it happens; it holds `budget.extra` already, but
+            for `look`.
         checkpoint: Where the training is kept now and then, and taken up again. Needs a ledger: steps that were
             charged and lost are not repeated, so that the total stays what was planned.
+        look: What of `budget.extra` is released after the training, and charged then.
         progress: Called with (steps done, steps in all).
 
     Formal guarantees:
         Those of the engine: T Poisson-sampled Gaussian mechanisms, `Trained.mechanism`, under adding or removing one
         record, given q, b, T, the settings and the initial weights. Averages of released weights are free. With sample
-        weights a record takes part with a smaller chance (`thinned`).
+        weights a record takes part with a smaller chance (`thinned`). The ledger holds what this fit has planned for
+        and nothing else, or nothing is released: other runs on it would leave less than was planned with.
     """
     q, steps = settings.sample_rate(n), settings.steps(n)
     batch = min(settings.batch, n)
@@ -153,9 +157,13 @@ def train(
     tensors = [records.features, records.labels] + ([] if records.weights is None else [records.weights])
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr, fused=True)
     engine = PrivacyEngine(budget.accountant, ledger=ledger)
-    first = 0 if ledger is None else sum(m.steps for m in budget.extra)
-    if engine.steps != first and (checkpoint is None or engine.steps < first):
-        raise ContractError(f"ledger {ledger} was charged by another run during this fit: start again.")
+    first = 0 if ledger is None else sum(m.steps for m in budget.extra) - (look is not None)
+    looked = 0  # a look that was charged, and whose result was lost
+    if ledger is not None:
+        own = [Mechanism("gaussian", sigma, q, 1), *([] if look is None else [look])]
+        looked = max(0, engine.steps - first - steps)
+        if looked > (look is not None) or not _alone(engine, first, checkpoint, own):
+            raise ContractError(f"ledger {ledger} was charged by another run during this fit: start again.")
     with torch.enable_grad():
         engine.make_private(
             module=model, optimizer=optimizer, data_loader=DataLoader(TensorDataset(*tensors), batch_size=batch),
@@ -168,7 +176,7 @@ def train(
             if checkpoint is not None and checkpoint.engine.exists():
                 engine.load(checkpoint.engine)
                 checkpoint.load_average(average)
-            _loop(engine, average, settings, first, steps, streams, checkpoint, progress)
+            _loop(engine, average, settings, first + looked, steps, streams, checkpoint, progress)
             layers = [{k: row[k] for k in ("name", "parameters", "sensitivity", "noise")}
                       for row in engine.report()["layers"]]  # fmt: skip
         finally:
@@ -178,6 +186,14 @@ def train(
     names = [f"layers.{2 * k}" for k in range(len(settings.hidden) + 1)]
     weights = tuple((state[f"{name}.weight"], state[f"{name}.bias"]) for name in names)
     return Trained(settings, weights, sigma, q, steps, float(batch), tuple(layers))
+
+
+def _alone(engine: PrivacyEngine, first: int, checkpoint: Checkpoint | None, own: Sequence[Mechanism]) -> bool:
+    """Whether the ledger holds nothing but what this fit has planned for."""
+    if checkpoint is None or engine.steps <= first:
+        return engine.steps == first
+    assert isinstance(engine.ledger, Ledger)
+    return checkpoint.alone(engine.ledger, own)
 
 
 def _loop(
