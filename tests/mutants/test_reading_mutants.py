@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from tests.engine import test_fourth_reading as engine
 from tests.mutants.kit import Mutants
+from tests.noise import test_streams as streams
 from tests.tabular import test_fourth_reading as tables
 
 import weightclip as wc
 from weightclip.engine import _engine, _entrance, _example, _gate, _independence, _install, _step
+from weightclip.noise import Streams
 from weightclip.sampling import PoissonLoader
 from weightclip.tabular import _columns, _fit, _inputs, _resume, _training
 from weightclip.tabular._private import Door
@@ -155,6 +157,14 @@ def columns_made_numbers_at_once(patch: Patch) -> None:
 @noticed_by(tables.check_spelling)
 def text_with_a_hash_of_its_own(patch: Patch) -> None:
     patch.setattr(_columns, "_spell", str)
+
+
+@noticed_by(streams.test_pickled_parts_of_a_run_stay_parts)
+def pickled_parts_become_the_run(patch: Patch) -> None:
+    def state(self: Streams) -> dict:
+        return {"seed": self._seed, "path": []}
+
+    patch.setattr(Streams, "__reduce__", lambda self: (Streams.from_state, (state(self),)))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -158,3 +158,16 @@ def test_cuda_streams(make) -> None:
     assert torch.equal(a, b)
     assert abs(torch.corrcoef(torch.stack([a, c]))[0, 1]) < 0.006
     assert stats.kstest(a.double().cpu().numpy()[:200_000], "norm").pvalue > 1e-6
+
+
+def test_pickled_parts_of_a_run_stay_parts() -> None:
+    """A worker that is sent the streams of its part has these, not the run's, whose noise other parts would share."""
+    run = Streams.seeded(3)
+    for part in (run.child("tune/run", 1), run.child("tune/run", 2).advance(5), run.for_release(4, lambda: b"sum")):
+        again = pickle.loads(pickle.dumps(part))
+        assert again.key("noise", 0) == part.key("noise", 0) != run.key("noise", 0) and not again.is_secure
+        with pytest.raises(WeightclipError, match="part of a run"):
+            part.state()
+    for secret in (Streams.secure(), Streams.secure().child("x"), Streams.secure().for_release(0, lambda: b"")):
+        with pytest.raises(WeightclipError, match="never saved"):
+            pickle.dumps(secret)

@@ -21,6 +21,7 @@ from weightclip.tabular import LipDPClassifier, LipDPRegressor, _fit, _resume
 from weightclip.tabular._columns import canonical
 from weightclip.tabular._inputs import labels, places_of, weigh
 from weightclip.tabular._plan import FitPlan, PrivateScaling
+from weightclip.tabular._table import _from_arrow
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 DELTA, RNG = 1e-6, np.random.default_rng(0)
@@ -214,6 +215,22 @@ def check_labels() -> None:
 
 def test_a_missing_label_changes_no_other() -> None:
     check_labels()
+
+
+@pytest.mark.parametrize("kind", ["timestamp[s]", "date32", "duration[s]"])
+def test_a_date_beyond_pythons_calendar_is_missing(kind: str) -> None:
+    """And changes nobody else's."""
+    arrow = pytest.importorskip("pyarrow")
+    short = kind == "date32"
+    held = arrow.int32() if short else arrow.int64()
+    near, far = [10, 20, 30], [10, 2**31 - 1 if short else 2**62, 30]
+    columns = [arrow.chunked_array([arrow.array(values, held).view(_type(arrow, kind))]) for values in (near, far)]
+    usual, odd = (_from_arrow(column) for column in columns)
+    assert odd[1] is None and usual[1] is not None and [odd[0], odd[2]] == [usual[0], usual[2]]
+
+
+def _type(arrow: Any, kind: str) -> Any:
+    return {"timestamp[s]": arrow.timestamp("s"), "date32": arrow.date32(), "duration[s]": arrow.duration("s")}[kind]
 
 
 def test_no_target_is_printed_in_an_error() -> None:

@@ -92,7 +92,7 @@ class Streams:
 
     __slots__ = ("_root", "_seed", "_path", "__weakref__")
 
-    def __init__(self, root: bytes, *, seed: int | None = None, path: tuple[int, ...] = ()) -> None:
+    def __init__(self, root: bytes, *, seed: int | None = None, path: tuple[int, ...] | None = ()) -> None:
         if len(root) != 32:
             raise WeightclipError(f"Streams: the root must be 32 bytes, got {len(root)}; use Streams.secure().")
         self._root = root
@@ -133,7 +133,7 @@ class Streams:
 
     def child(self, label: str, *ints: int) -> Streams:
         """Streams of their own for a part of a run, as secure as these."""
-        return Streams(self.key(label, *ints), seed=self._seed)
+        return Streams(self.key(label, *ints), seed=self._seed, path=None)
 
     @property
     def is_secure(self) -> bool:
@@ -194,7 +194,7 @@ class Streams:
 
     def advance(self, nonce: int) -> Streams:
         """A child with streams of its own, e.g. for a resumed run, whose replayed steps must not reuse old noise."""
-        path = (*self._path, int(nonce))
+        path = None if self._path is None else (*self._path, int(nonce))
         return Streams(self.key("weightclip/advance", int(nonce)), seed=self._seed, path=path)
 
     def settled(self, settings: bytes) -> Streams:
@@ -222,7 +222,7 @@ class Streams:
         root = hashlib.blake2b(
             struct.pack("<q", charge) + message, key=self._root, digest_size=32, person=b"wclip-release"
         )
-        return Streams(root.digest(), seed=self._seed, path=self._path)
+        return Streams(root.digest(), seed=self._seed, path=None)
 
     def state(self) -> dict[str, Any]:
         """What :meth:`from_state` needs to rebuild seeded streams (JSON-ready); secure streams refuse."""
@@ -231,6 +231,8 @@ class Streams:
                 "Secure randomness is never saved: pass generator= for a run that can be resumed exactly, "
                 "or resume with fresh noise."
             )
+        if self._path is None:
+            raise WeightclipError("streams of a part of a run follow from those of the run: save these, and ask again.")
         return {"seed": self._seed, "path": list(self._path)}
 
     @classmethod
@@ -242,10 +244,17 @@ class Streams:
         return streams
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Streams.from_state, (self.state(),)
+        if self._path is not None or self.is_secure:  # the latter refuse
+            return Streams.from_state, (self.state(),)
+        return _part, (self._root, self._seed)  # from_state would make it the run's own
 
     def __repr__(self) -> str:  # never shows the root
         return "Streams.secure()" if self.is_secure else f"Streams.seeded({self._seed})"
+
+
+def _part(root: bytes, seed: int) -> Streams:
+    """Seeded streams of a part of a run, as they were pickled."""
+    return Streams(root, seed=seed, path=None)
 
 
 class Numbers:

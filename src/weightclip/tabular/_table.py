@@ -95,18 +95,34 @@ def _opened(X: Any) -> tuple[list[tuple[str, Any]], Callable[[Any], np.ndarray],
 def _from_polars(series: Any) -> np.ndarray:
     if series.dtype.is_numeric():
         return np.asarray(series.to_numpy(), dtype=np.float64)  # nulls become NaN
-    return _boxed(series.to_list())
+    return _each(series.to_list, lambda i: series[i], len(series))
 
 
 def _from_arrow(column: Any) -> np.ndarray:
     kind = str(column.type)
     if kind.startswith(_ARROW_NUMBERS):
         return np.asarray(column.cast("double", safe=False).to_numpy(zero_copy_only=False), dtype=np.float64)
-    return _boxed(column.to_pylist())
+    return _each(column.to_pylist, lambda i: column[i].as_py(), len(column))
 
 
-def _boxed(values: list[Any]) -> np.ndarray:
-    return np.fromiter(values, dtype=object, count=len(values))
+def _each(whole: Callable[[], list[Any]], single: Callable[[int], Any], count: int) -> np.ndarray:
+    """The values of a column as Python's; one that Python has none for (a date beyond its calendar) is missing."""
+    try:
+        values = whole()
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException:  # a panic of polars is no Exception; one odd value must not stop a fit
+        values = [_or_none(single, i) for i in range(count)]
+    return np.fromiter(values, dtype=object, count=count)
+
+
+def _or_none(single: Callable[[int], Any], place: int) -> Any:
+    try:
+        return single(place)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException:
+        return None
 
 
 def _from_pandas(series: Any) -> np.ndarray:
