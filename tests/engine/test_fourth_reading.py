@@ -61,19 +61,27 @@ class Mean(Net):
         elif mean is not None and self.how == "frozen":
             with torch.no_grad():
                 self.codes.copy_(mean)
-        elif mean is not None:
+        elif mean is not None and self.how == "late":
             self.register_buffer("late", mean)
+        elif mean is not None:
+            self.mean.copy_(mean)
         return h
 
 
 def check_state() -> None:
-    """Refused, whether from the start or when it begins, and what random records wrote is gone."""
-    for how in ("rebound", "frozen", "late"):
+    """Refused, from the start where it is written in place, and before a release where a buffer is replaced."""
+    for how in ("rebound", "frozen", "late", "in place"):
         model = Mean()
         model.how = how
-        with pytest.raises(wc.ContractError, match="forward writes"):
-            made(model)
-        assert not bool(model.mean.any()) and list(dict(model.named_buffers())) == ["mean"]
+        if how in ("frozen", "in place"):
+            with pytest.raises(wc.ContractError, match="forward writes"):
+                made(model)
+            assert not bool(model.mean.any()), "what random records wrote is gone"
+        else:
+            run = made(model)
+            with pytest.raises(wc.ContractError, match="forward writes"):
+                usual(run, next(iter(run.loader)))
+            assert run.engine.steps == 0
         model = Mean()
         model.how, model.on = how, False
         run = made(model)
@@ -81,6 +89,29 @@ def check_state() -> None:
         model.on = True
         with pytest.raises(wc.ContractError, match="forward writes"):
             usual(run, next(iter(run.loader)))
+
+
+class Cached(Net):
+    """Makes a constant when it is first needed, and remembers beside it that it is there."""
+
+    there = False
+
+    def between(self, h: Tensor) -> Tensor:
+        if not self.there:
+            self.register_buffer("cached", torch.linspace(0, 1, h.shape[1]), persistent=False)
+            self.there = True
+        return torch.relu(self.inner(h * self.cached))
+
+
+def check_caches() -> None:
+    """What depends on shapes alone may be kept from the first pass on, which is one of random records."""
+    run = made(Cached())
+    usual(run, next(iter(run.loader)))
+    assert run.engine.steps == 1 and torch.equal(run.model.cached, torch.linspace(0, 1, 8))
+
+
+def test_caches_of_public_constants_are_no_state() -> None:
+    check_caches()
 
 
 def test_state_that_forward_writes_is_refused_however_it_is_kept() -> None:
@@ -144,15 +175,23 @@ def check_ahead() -> None:
     """A loop that fetches the next batch before it trains on this one; others go on as before."""
     run = strict()
     batches = iter(run.loader)
+    batch = next(batches)
     next(batches)
     with pytest.raises(wc.ContractError, match="strict=True fetch no batch ahead"):
-        next(batches)
+        usual(run, batch)
     next(iter(run.loader))  # a look at the shapes
+    with torch.no_grad():
+        for x, _ in run.loader:  # an evaluation
+            run.model(x)
     for batch in run.loader:
         usual(run, batch)
         if run.engine.steps == 2:
             break
-    for batch in run.loader:
+    for k, batch in enumerate(run.loader):
+        if k == 0:  # a failure in the model: this draw is left
+            with pytest.raises(RuntimeError):
+                run.model(batch[0][:, :2])
+            continue
         usual(run, batch)
     assert run.engine.steps > 3
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weightclip.accounting import Ledger, read
+from weightclip.accounting import Adjacency, Ledger, Mechanism, read
 from weightclip.cli import main
 from weightclip.errors import ContractError, WeightclipError
 from weightclip.tabular import LipDPClassifier, LipDPRegressor, _fit, _resume
@@ -114,6 +114,16 @@ def check_swapped(folder: Path) -> None:
     assert run([*command(folder, "first", ledger="two"), "--resume"]) != 0
     assert total(folder, "two") == before and not (folder / "first").exists()
     assert run([*command(folder, "first", ledger="one"), "--resume"]) == 0
+    with killed_after(3):  # after the last of the statistics
+        assert run(command(folder, "third", ledger="three")) == 130
+    same = read(folder / "three.ledger").charges
+    book = Ledger(folder / "four.ledger")
+    for _ in range(same):  # as many charges, of others
+        book.begin(Mechanism("gaussian", 1.0, 1.0, 1), Adjacency.ADD_OR_REMOVE_ONE, 0.0, {})
+        book.charge()
+    book.close()
+    before = total(folder, "four")
+    assert run([*command(folder, "third", ledger="four"), "--resume"]) != 0 and total(folder, "four") == before
 
 
 def test_an_interrupted_fit_does_not_go_on_with_another_ledger(tmp_path) -> None:

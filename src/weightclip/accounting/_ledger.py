@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str], block: int = 1) -> None:
         self._fd, self._begun = -1, False
+        self.fit: str | None = None  # a name that several runs have in common: those of one fit
         if isinstance(block, bool) or not isinstance(block, int) or block < 1:
             raise WeightclipError(f"ledger_block must be a whole number, at least 1, got {block!r}.")
         self.path, self.block = Path(os.path.abspath(path)), block
@@ -66,17 +66,16 @@ class Ledger:
 
     def mark(self) -> dict[str, Any]:
         """How far the ledger has come, for :meth:`counts_only`: JSON-ready."""
-        book = self.book
-        runs = 0 if book is None else len(book.runs)
-        return {"id": book.id if book else None, "charges": self.charges, "runs": runs}
+        return {**self.state(), "runs": 0 if self.book is None else len(self.book.runs)}
 
-    def counts_only(self, mechanisms: Sequence[Mechanism], since: dict[str, Any]) -> bool:
-        """Whether this is the ledger of :meth:`mark`, and every run since then applies one of these mechanisms."""
-        if self.book is None:
-            return since["id"] is None
-        events = [encode(to_event(m)) for m in mechanisms]
-        same = since["id"] in (None, self.book.id)
-        return same and all(run["event"] in events for run in self.book.runs[since["runs"] :])
+    def counts_only(self, fit: str, since: dict[str, Any]) -> bool:
+        """Whether this is the ledger of :meth:`mark`, gone on, and every run since then is of this ``fit``."""
+        if since["id"] is not None and (
+            self.book is None or self.book.id != since["id"] or not self.knows(since["head"])
+        ):
+            return False
+        runs = [] if self.book is None else self.book.runs[since["runs"] :]
+        return all(run["public"].get("fit") == fit for run in runs)
 
     def knows(self, head: str) -> bool:
         """Whether some line, now or earlier, had this checksum."""
@@ -95,6 +94,7 @@ class Ledger:
             raise ContractError(
                 f"ledger {self.path} counts {self.book.adjacency.name}, this engine {adjacency.name}: use another one."
             )
+        public = public if self.fit is None else {**public, "fit": self.fit}
         self._append({"run": secrets.token_hex(8), "block": self.block, "event": encode(to_event(mechanism)),
                       "label": mechanism.label, "tail": tail, "public": public})  # fmt: skip
         self._begun = True

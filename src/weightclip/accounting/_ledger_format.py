@@ -132,8 +132,8 @@ def parse(data: bytes, name: Any) -> Book | None:
 
     Formal guarantees:
         A line counts only if its checksum follows from the line before. The last one, if it is torn (no end of line,
-        or zero bytes as a crash of the machine leaves them), counts as one block: never fewer charges than releases,
-        since a release waits for its whole line.
+        or zero bytes as a crash of the machine leaves them), counts as one block unless it would have entered a run:
+        never fewer charges than releases, since a release waits for its whole line, and that for its run's.
     """
     lines = data.split(b"\n")
     rest = lines.pop()
@@ -165,7 +165,7 @@ def parse(data: bytes, name: Any) -> Book | None:
             raise WeightclipError(f"ledger {name}: line {number + 1} cannot be read ({error}).") from error
         book.end += len(line) + 1
     assert book is not None
-    if rest:
+    if rest and not rest.startswith(b'{"run"'):  # a run that was not entered has charged nothing
         book.count_torn()
     return book
 

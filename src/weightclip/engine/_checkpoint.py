@@ -56,7 +56,7 @@ def save(engine: PrivacyEngine, path: Any) -> None:
         "budget": engine.budget, "resumed": engine.resumed, "gains": engine.training.sensitivity.gains.state(tensors),
         "quantiles": None if engine.training.quantiles is None else engine.training.quantiles.state(),
         "optimizer": _flatten(engine.optimizer.state_dict(), tensors), "streams": None, "data": None,
-        "file": None if engine.ledger is None else engine.ledger.state(), "run": engine.run,
+        "file": None if engine.ledger is None else engine.ledger.state(), "runs": engine.counts(),
     }  # fmt: skip
     if not engine.streams.is_secure:
         ledger["streams"], ledger["data"] = engine.streams.state(), fingerprint(engine, engine.streams)
@@ -86,8 +86,17 @@ def _replace(target: Path, name: str, tensors: dict[str, Tensor], ledger: dict[s
         sync_file(weights)
         _commit(target, name, {}, ledger)
     except BaseException:
-        weights.unlink(missing_ok=True)
+        if not _is_named(target, name):  # an interruption behind that moment is too late
+            weights.unlink(missing_ok=True)
         raise
+
+
+def _is_named(target: Path, name: str) -> bool:
+    """Whether these weights are the checkpoint."""
+    try:
+        return json.loads((target / _LEDGER).read_text())["weights"] == name
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _commit(target: Path, name: str, more: dict[str, Any], ledger: dict[str, Any]) -> None:
@@ -139,6 +148,9 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
         streams, resumed = _same_streams(engine, ledger, data), ledger["resumed"]
     else:
         streams, resumed = engine.streams.advance(nonce), ledger["resumed"] + 1
+    runs = _together(engine.counts(), ledger.get("runs") or {"": ledger["steps"]})
+    if exact and engine.ledger is None and sum(runs.values()) > max(engine.steps, ledger["steps"]):
+        raise ContractError("this engine has made steps of another run: resume exactly with a new one.")
     weights = {k[len("model.") :]: v for k, v in tensors.items() if k.startswith("model.")}
     here = engine.model.state_dict()
     if {k: v.shape for k, v in weights.items()} != {k: v.shape for k, v in here.items()}:
@@ -149,11 +161,9 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
         raise ContractError(f"the checkpoint holds another optimizer: {error}") from error
     engine.model.load_state_dict(weights)
     if engine.ledger is None:
-        # releases made beyond the checkpoint stay charged, and so do those of another run
-        same, before = ledger.get("run") == engine.run, engine.steps
-        engine.steps = max(before, ledger["steps"]) if same else before + ledger["steps"]
-        if before == 0:
-            engine.run = ledger.get("run", "")
+        # releases made beyond the checkpoint stay charged, and so do those of other runs
+        engine.runs = runs
+        engine.steps = sum(runs.values())
         engine.uncounted = True
     if exact:  # nothing was released after these draws, or the same will be
         engine.loader.rewind(ledger["draws"])
@@ -170,6 +180,11 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
         _restore_random_states({k[len("random.") :]: v for k, v in tensors.items() if k.startswith("random.")})
     if engine.uncounted:  # last, so that a warning taken for an error leaves nothing half loaded
         warnings.warn(_UNCOUNTED, UncountedReleases, stacklevel=3)
+
+
+def _together(mine: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:
+    """Releases of all runs: what two counts say of one run is the same releases, as far as both go."""
+    return {name: max(mine.get(name, 0), theirs.get(name, 0)) for name in [*mine, *theirs]}
 
 
 def _found(

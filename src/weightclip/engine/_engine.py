@@ -85,7 +85,8 @@ class PrivacyEngine(Spending):
         self._sigma = math.nan  # until make_private
         self.resumed = 0  # how often a checkpoint was loaded
         self._process = 0  # that trains
-        self.run = ""  # the run that checkpoints belong to: a random name, that of the first one that was loaded
+        self.runs: dict[str, int] = {}  # releases of earlier runs, by their random names, as checkpoints tell them
+        self._run = ""
         self.uncounted = False  # whether releases after the checkpoint that was loaded are known to nobody
         self._training: Training | None = None
         self.shards: Shards | None = None  # of a model under fully_shard
@@ -158,7 +159,7 @@ class PrivacyEngine(Spending):
         if self.model is not None:
             raise ContractError("this engine already trains a model: use a new PrivacyEngine.")
         self.ranks.check()
-        self._process, self.run = os.getpid(), self.ranks.tell(functools.partial(secrets.token_hex, 8))
+        self._process, self._run = os.getpid(), self.ranks.tell(functools.partial(secrets.token_hex, 8))
         self.device = check_model(module)
         if engine_of(module) is not None:
             raise ContractError("the model is already private: call detach() on its engine first.")
@@ -293,6 +294,11 @@ class PrivacyEngine(Spending):
             part = self.model.get_submodule(path)
             part.register_forward_pre_hook(InputProjection(radius, self.bounds.p != 2), with_kwargs=True)
         return self.model
+
+    def counts(self) -> dict[str, int]:
+        """Releases without a ledger, by the names of the runs that made them; this run's is among them."""
+        earlier = sum(self.runs.values())
+        return {**self.runs, self._run: self.steps - earlier + self.runs.get(self._run, 0)}
 
     @property
     def plan(self) -> Plan | OpenPlan:

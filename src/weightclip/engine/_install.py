@@ -106,9 +106,9 @@ def install(t: Training) -> None:
         part = t.model.get_submodule(path)
         t.handles.append(part.register_forward_pre_hook(InputProjection(radius, detach), with_kwargs=True))
     t.handles.append(t.model.register_forward_pre_hook(t.entrance, with_kwargs=True))
-    buffers = BufferGuard(t.model, t.engine.shards is None)  # whose parts stand in for parameters during a pass
-    t.handles.append(t.model.register_forward_pre_hook(buffers.before))
-    t.handles.append(t.model.register_forward_hook(buffers.after))
+    t.buffers = BufferGuard(t.model, t.engine.shards is None)  # whose parts stand in for parameters during a pass
+    t.handles.append(t.model.register_forward_pre_hook(t.buffers.before))
+    t.handles.append(t.model.register_forward_hook(t.buffers.after))
     t.handles.append(t.model.register_forward_hook(t.gate))
     t.handles.append(t.model.register_forward_hook(after, always_call=True))
     if is_open:
@@ -160,12 +160,14 @@ def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], siz
     try:
         # without autocast, whose rounding at other batch sizes would look like mixing
         exact = autocast(t.engine.device.type, enabled=False)
+        t.buffers.testing = True
         with in_modes(model, modes), passes.testing((signature, modes)), exact, buffers_kept(model):
             refuse_mixing(model)
             if isinstance(t.plan, OpenPlan):
                 find_rows()
             facts = _checked(probe, call, size, t.rowwise and not t.tested)
     finally:
+        t.buffers.testing = False
         t.randomness.next_batch(calls)
     if facts is None:
         if t.plan.graph is None:
@@ -224,15 +226,11 @@ def in_modes(model: nn.Module, modes: tuple[bool, ...]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """What random records write to buffers, or put in their places, is gone afterwards."""
-    kept = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    before = [(b, b.clone()) for _, table in kept for b in table.values() if type(b) is Tensor]
+    """What random records write to buffers is gone afterwards. Buffers that are new stay: caches know of them."""
+    before = [(b, b.clone()) for b in model.buffers() if type(b) is Tensor]
     try:
         yield
     finally:
-        for table, buffers in kept:
-            table.clear()
-            table.update(buffers)
         for buffer, value in before:
             if not torch.equal(buffer, value):
                 buffer.data.copy_(value)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from weightclip.certificate import OpenPlan, Plan, WeightClipper
 from weightclip.engine._digest import tensors_digest
-from weightclip.engine._entrance import Entrance, Watch
+from weightclip.engine._entrance import BufferGuard, Entrance, Watch
 from weightclip.engine._example import Call
 from weightclip.engine._gate import Argument, OutputGate, Passage, evaluate_closure, refuse_scaler
 from weightclip.engine._sensitivity import Sensitivities
@@ -113,6 +113,7 @@ class Training:
     limits: Limits
     collector: Collector
     entrance: Entrance
+    buffers: BufferGuard
     gate: OutputGate
     randomness: ForwardRandomness
     quantiles: Quantiles | None = None
@@ -143,6 +144,7 @@ class Training:
         self.released = False  # whether the gradients of the optimiser's step to come are noisy already
         self._skip = False
         self._broken: int | None = None  # the draw in which a backward pass failed
+        self._ahead = False  # whether a batch of this pass over the data was handed out and never run
         self._trained = {id(p) for p in release.parameters}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._names = [names[id(p)] for p in release.parameters]
@@ -166,14 +168,10 @@ class Training:
 
     def hand_out(self, info: BatchInfo) -> None:
         """The loader's next batch. A draw that was abandoned half-way is dropped, never released."""
-        before, draw = self.info, self.draw
-        unused = before is not None and (draw is None or before.piece not in draw.pieces)
-        if unused and not info.first and self.engine.loader.strict:
-            raise ContractError(
-                "the loader was asked for a batch before the loss of the one before was taken: the model would meet "
-                "the records of one batch under the mask of another. With strict=True fetch no batch ahead, and leave "
-                "none out."
-            )
+        before = self.info
+        passed_over = before is not None and before.draw != self._broken and not self.entrance.called
+        self._ahead = self.engine.loader.strict and not info.first and (self._ahead or passed_over)
+        self.entrance.called = False
         if info.piece == 0 and not (before is None or before.last):
             self.drop()
         self.info = info
@@ -227,6 +225,11 @@ class Training:
         if info.draw == self._broken and info.piece > 0:
             raise ContractError(
                 "a backward pass over this draw failed: leave its other pieces, and go on with the next."
+            )
+        if self._ahead:
+            raise ContractError(
+                "the loader was asked for a batch before the model saw the one before: it would meet the records of "
+                "one batch under the mask of another. With strict=True fetch no batch ahead, and leave none out."
             )
         self._broken = None
         if draw is not None and draw.number != info.draw:

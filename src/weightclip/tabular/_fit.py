@@ -138,7 +138,8 @@ def _last_look(plan: FitPlan, stage: Stage, steps: int, *args: Any) -> tuple[flo
     Formal guarantees:
         With a ledger the look is charged before it is made, and only if nothing else was charged since the training.
     """
-    if stage.look is not None and not plan.door.charge_next(stage.look, stage.charged + steps):
+    begin = plan.checkpoint.begin if plan.checkpoint is not None else lambda ledger: None
+    if stage.look is not None and not plan.door.charge_next(stage.look, stage.charged + steps, begin):
         return _NO_LOOK
     return agreement(*args)
 

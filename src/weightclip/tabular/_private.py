@@ -42,7 +42,7 @@ class Door:
         finally:
             book.close()
 
-    def charge_next(self, mechanism: Mechanism, charges: int) -> bool:
+    def charge_next(self, mechanism: Mechanism, charges: int, begin: Callable[[Ledger], None]) -> bool:
         """Count one release if the ledger holds so many charges, and no others; whether it was counted."""
         if self.ledger is None:
             return True
@@ -50,6 +50,7 @@ class Door:
         try:
             if book.charges != charges:
                 return False
+            begin(book)
             book.begin(mechanism, Adjacency.ADD_OR_REMOVE_ONE, 0.0, {"secure_noise": self.streams.is_secure})
             book.charge()
             return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,17 @@ class Checkpoint:
         """Whether a fit has come as far as its training."""
         return (self.folder / _STAGE).is_file()
 
-    def alone(self, ledger: Ledger, own: Sequence[Mechanism]) -> bool:
-        """Whether the ledger counts nothing but ``own`` mechanisms since the training was about to begin."""
-        mark = json.loads((self.folder / _STAGE).read_text(encoding="utf-8"))["ledger"]
-        return ledger.counts_only(own, mark)
+    def begin(self, ledger: Ledger) -> None:
+        """What is charged to the ledger from here on is this fit's."""
+        ledger.fit = self._kept()["fit"]
+
+    def alone(self, ledger: Ledger) -> bool:
+        """Whether the ledger is the one from before the training, and counts nothing but this fit since then."""
+        kept = self._kept()
+        return kept["ledger"] is not None and ledger.counts_only(kept["fit"], kept["ledger"])
+
+    def _kept(self) -> dict[str, Any]:
+        return json.loads((self.folder / _STAGE).read_text(encoding="utf-8"))
 
     @property
     def engine(self) -> Path:
@@ -95,6 +102,7 @@ class Checkpoint:
                 raise WeightclipError(
                     f"{self.folder} holds an interrupted run with other options: repeat those, or remove the folder."
                 )
+            kept["fit"]  # older versions gave no names
             if (ledger is None) != (kept["ledger"] is None):
                 raise WeightclipError(
                     f"{self.folder} holds a run with another --ledger: repeat it, or remove the folder."
@@ -110,7 +118,7 @@ class Checkpoint:
         mark = _mark(ledger)
         if mark is not None and mark["charges"] != stage.charged:
             raise ContractError(f"ledger {ledger} was charged by another run during this fit: start again.")
-        told = {"options": self.options, "stage": stage.to_json(), "ledger": mark}
+        told = {"options": self.options, "stage": stage.to_json(), "ledger": mark, "fit": secrets.token_hex(8)}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _write(place, json.dumps(told, default=_plain).encode())
@@ -133,6 +141,9 @@ class Checkpoint:
             _write(place, b"null")
             found = make()
             _write(place, json.dumps(found).encode())
+        except WeightclipError:  # the ledger is held by another run: nothing was charged
+            place.unlink(missing_ok=True)
+            raise
         except (OSError, ValueError, TypeError) as error:
             raise WeightclipError(f"cannot use {place} ({type(error).__name__}): remove {self.folder}.") from error
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,9 +160,8 @@ def train(
     first = 0 if ledger is None else sum(m.steps for m in budget.extra) - (look is not None)
     looked = 0  # a look that was charged, and whose result was lost
     if ledger is not None:
-        own = [Mechanism("gaussian", sigma, q, 1), *([] if look is None else [look])]
         looked = max(0, engine.steps - first - steps)
-        if looked > (look is not None) or not _alone(engine, first, checkpoint, own):
+        if looked > (look is not None) or not _alone(engine, first, checkpoint):
             raise ContractError(f"ledger {ledger} was charged by another run during this fit: start again.")
     with torch.enable_grad():
         engine.make_private(
@@ -188,12 +187,13 @@ def train(
     return Trained(settings, weights, sigma, q, steps, float(batch), tuple(layers))
 
 
-def _alone(engine: PrivacyEngine, first: int, checkpoint: Checkpoint | None, own: Sequence[Mechanism]) -> bool:
-    """Whether the ledger holds nothing but what this fit has planned for."""
-    if checkpoint is None or engine.steps <= first:
+def _alone(engine: PrivacyEngine, first: int, checkpoint: Checkpoint | None) -> bool:
+    """Whether the ledger holds nothing but what this fit has planned for; its charges have the fit's name from here."""
+    if checkpoint is None:
         return engine.steps == first
     assert isinstance(engine.ledger, Ledger)
-    return checkpoint.alone(engine.ledger, own)
+    checkpoint.begin(engine.ledger)
+    return engine.steps >= first and checkpoint.alone(engine.ledger)
 
 
 def _loop(
