@@ -72,6 +72,9 @@ def poison(book, tensors):
 
 TAMPERED = {
     "steps below zero": put("steps", value=-5),
+    "fewer steps in runs": put("runs", value={}),
+    "negative steps in runs": put("runs", value={"a": 9, "b": -5}),
+    "runs as a list": put("runs", value=[1]),
     "steps as text": put("steps", value="3"),
     "half a step": put("steps", value=1.5),
     "a true step": put("steps", value=True),

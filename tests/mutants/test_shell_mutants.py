@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.engine.test_checkpoint_strangers import TAMPERED, resealed, started, stepped
+from tests.engine.test_checkpoint_strangers import put, resealed, started, stepped
 
 import weightclip as wc
 from weightclip.engine import _checkpoint
@@ -136,13 +136,13 @@ def test_a_death_between_renames(tmp_path, monkeypatch) -> None:
 
 
 def test_made_up_counts(tmp_path, monkeypatch) -> None:
-    """Without the check, −5 steps load as none: what was released is forgotten."""
+    """Without the check, runs that count nothing load as none: what was released is forgotten."""
     stepped(started()).engine.save(tmp_path / "run")
-    folder = resealed(tmp_path / "run", tmp_path / "bad", TAMPERED["steps below zero"])
-    with pytest.raises(wc.WeightclipError, match="whole number"):
+    folder = resealed(tmp_path / "run", tmp_path / "bad", put("runs", value={"": 0}))
+    with pytest.raises(wc.WeightclipError, match="as many steps"):
         started().engine.load(folder)
     monkeypatch.setattr(_checkpoint, "check_ledger", lambda *_: None)
     fresh = started()
     with contextlib.suppress(Warning):
         fresh.engine.load(folder)
-    assert fresh.engine.steps == 0 and json.loads((folder / "ledger.json").read_text())["ledger"]["steps"] == -5
+    assert fresh.engine.steps == 0 and json.loads((folder / "ledger.json").read_text())["ledger"]["steps"] == 1

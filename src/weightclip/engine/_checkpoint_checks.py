@@ -31,6 +31,9 @@ def check_ledger(ledger: Any, tensors: dict[str, Tensor]) -> None:
         raise ValueError("its ledger is no object")
     for name in ("steps", "draws", "resumed"):
         _need(_whole(ledger.get(name)), f"'{name}' must be a whole number of at least 0")
+    runs = ledger.get("runs", {"": ledger["steps"]})
+    counted = isinstance(runs, dict) and all(map(_whole, runs.values())) and sum(runs.values()) == ledger["steps"]
+    _need(counted, "'runs' must count as many steps as 'steps'")
     settings = ledger.get("settings")
     _need(isinstance(settings, dict) and all(name in settings for name in _SETTINGS), "'settings' is not complete")
     for name in ("gains", "quantiles", "optimizer", "streams", "data"):
