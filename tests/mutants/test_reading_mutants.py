@@ -15,7 +15,7 @@ from tests.noise import test_streams as streams
 from tests.tabular import test_fourth_reading as tables
 
 import weightclip as wc
-from weightclip.engine import _engine, _entrance, _example, _gate, _independence, _install, _step
+from weightclip.engine import _engine, _entrance, _example, _gate, _independence, _install, _step, _validate
 from weightclip.noise import Streams
 from weightclip.sampling import PoissonLoader
 from weightclip.tabular import _columns, _fit, _inputs, _resume, _training
@@ -122,7 +122,7 @@ def an_interrupted_sum_goes_on(patch: Patch) -> None:
 
 @noticed_by(engine.check_two_models)
 def layers_of_two_engines(patch: Patch) -> None:
-    patch.setattr(_engine, "is_held", lambda module: False)
+    patch.setattr(_validate, "is_held", lambda module: False)
 
 
 @noticed_by(in_a_folder(tables.check_shared))

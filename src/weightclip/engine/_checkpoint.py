@@ -56,7 +56,7 @@ def save(engine: PrivacyEngine, path: Any) -> None:
         "budget": engine.budget, "resumed": engine.resumed, "gains": engine.training.sensitivity.gains.state(tensors),
         "quantiles": None if engine.training.quantiles is None else engine.training.quantiles.state(),
         "optimizer": _flatten(engine.optimizer.state_dict(), tensors), "streams": None, "data": None,
-        "file": None if engine.ledger is None else engine.ledger.state(), "runs": engine.counts(),
+        "file": None if engine.ledger is None else engine.ledger.state(), "runs": _counts(engine),
     }  # fmt: skip
     if not engine.streams.is_secure:
         ledger["streams"], ledger["data"] = engine.streams.state(), fingerprint(engine, engine.streams)
@@ -148,7 +148,7 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
         streams, resumed = _same_streams(engine, ledger, data), ledger["resumed"]
     else:
         streams, resumed = engine.streams.advance(nonce), ledger["resumed"] + 1
-    runs = _together(engine.counts(), ledger.get("runs") or {"": ledger["steps"]})
+    runs = _together(_counts(engine), ledger.get("runs") or {"": ledger["steps"]})
     if exact and engine.ledger is None and sum(runs.values()) > max(engine.steps, ledger["steps"]):
         raise ContractError("this engine has made steps of another run: resume exactly with a new one.")
     weights = {k[len("model.") :]: v for k, v in tensors.items() if k.startswith("model.")}
@@ -180,6 +180,12 @@ def load(engine: PrivacyEngine, path: Any, *, exact: bool) -> None:
         _restore_random_states({k[len("random.") :]: v for k, v in tensors.items() if k.startswith("random.")})
     if engine.uncounted:  # last, so that a warning taken for an error leaves nothing half loaded
         warnings.warn(_UNCOUNTED, UncountedReleases, stacklevel=3)
+
+
+def _counts(engine: PrivacyEngine) -> dict[str, int]:
+    """Releases without a ledger, by the names of the runs that made them; this run's is among them."""
+    own = engine.steps - sum(engine.runs.values()) + engine.runs.get(engine.run, 0)
+    return {**engine.runs, engine.run: own}
 
 
 def _together(mine: dict[str, int], theirs: dict[str, int]) -> dict[str, int]:

@@ -22,25 +22,18 @@ from weightclip.engine._card import model_card
 from weightclip.engine._checkpoint_checks import readable
 from weightclip.engine._criterion import PrivateCriterion
 from weightclip.engine._digest import settings_digest
-from weightclip.engine._entrance import InputProjection
+from weightclip.engine._entrance import InputProjection, buffers_kept
 from weightclip.engine._example import call_of
 from weightclip.engine._fused_step import FusedStep
 from weightclip.engine._gate import OutputGate
-from weightclip.engine._install import (
-    buffers_kept,
-    install,
-    output_shape,
-    refuse_unused,
-    size_up,
-    test_records,
-    uninstall,
-)
+from weightclip.engine._install import install, output_shape, refuse_unused, size_up, test_records, uninstall
 from weightclip.engine._step import Spending, Training
 from weightclip.engine._together import agree_on_run, make_release, refuse_whole_weights, share_weights
 from weightclip.engine._validate import (
     check_accounting,
     check_grid,
     check_labels,
+    check_layers,
     check_model,
     check_numbers,
     check_optimizer,
@@ -48,7 +41,7 @@ from weightclip.engine._validate import (
     check_views,
 )
 from weightclip.errors import ContractError, WeightclipError
-from weightclip.factors import is_held, tile_group
+from weightclip.factors import tile_group
 from weightclip.losses import recognise
 from weightclip.noise import Allocation, Entrywise, Equal, GridSums, KNorm, Streams, calibrate_epsilon0
 from weightclip.sampling import TAIL, PoissonLoader, Share, model_draws
@@ -86,7 +79,7 @@ class PrivacyEngine(Spending):
         self.resumed = 0  # how often a checkpoint was loaded
         self._process = 0  # that trains
         self.runs: dict[str, int] = {}  # releases of earlier runs, by their random names, as checkpoints tell them
-        self._run = ""
+        self.run = ""  # the name of this one
         self.uncounted = False  # whether releases after the checkpoint that was loaded are known to nobody
         self._training: Training | None = None
         self.shards: Shards | None = None  # of a model under fully_shard
@@ -159,15 +152,11 @@ class PrivacyEngine(Spending):
         if self.model is not None:
             raise ContractError("this engine already trains a model: use a new PrivacyEngine.")
         self.ranks.check()
-        self._process, self._run = os.getpid(), self.ranks.tell(functools.partial(secrets.token_hex, 8))
+        self._process, self.run = os.getpid(), self.ranks.tell(functools.partial(secrets.token_hex, 8))
         self.device = check_model(module)
         if engine_of(module) is not None:
             raise ContractError("the model is already private: call detach() on its engine first.")
-        if any(is_held(part) for part in module.modules()):
-            raise ContractError(
-                "a layer of the model belongs to another private model, whose engine would get no more of its "
-                "gradients: call detach() on that engine first, or give this model a copy of the layer."
-            )
+        check_layers(module)
         self.shards = find_shards(self.ranks, module)
         check_optimizer(module, optimizer)
         share_weights(self.ranks, module, generator is not None)
@@ -294,11 +283,6 @@ class PrivacyEngine(Spending):
             part = self.model.get_submodule(path)
             part.register_forward_pre_hook(InputProjection(radius, self.bounds.p != 2), with_kwargs=True)
         return self.model
-
-    def counts(self) -> dict[str, int]:
-        """Releases without a ledger, by the names of the runs that made them; this run's is among them."""
-        earlier = sum(self.runs.values())
-        return {**self.runs, self._run: self.steps - earlier + self.runs.get(self._run, 0)}
 
     @property
     def plan(self) -> Plan | OpenPlan:

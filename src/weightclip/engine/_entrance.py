@@ -7,10 +7,11 @@ frozen, cast or moved behind its back; and a buffer written by forward would car
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,7 +148,7 @@ class Entrance:
     def __init__(self, call: Call, fixed: bool, anchor: Tensor | None = None) -> None:
         self.anchor = anchor
         self.look: Callable[[], None] | None = None  # at the model that is called, where nothing else does
-        self.called = False  # whether the model was called on the present batch
+        self.called = self.ahead = False  # whether the model saw the present batch; whether it missed one before
         self.first = signature(call.args, call.kwargs)
         self.fixed = fixed
         self.last: Signature = self.first
@@ -172,6 +173,19 @@ class Entrance:
             self._meet(found, args, kwargs)
         if self.look is not None and not torch.compiler.is_compiling():
             self.look()
+
+    def next_batch(self, excused: bool) -> None:
+        """Another batch was handed out; unless ``excused``, the model must have seen the one before."""
+        self.ahead = not excused and (self.ahead or not self.called)
+        self.called = False
+
+    def refuse_ahead(self) -> None:
+        """Raise where a batch was fetched before the model saw the one before."""
+        if self.ahead:
+            raise ContractError(
+                "the loader was asked for a batch before the model saw the one before: it would meet the records of "
+                "one batch under the mask of another. With strict=True fetch no batch ahead, and leave none out."
+            )
 
     def _refuse_graphs(self, inputs: list[Tensor]) -> None:
         """What the model's own layers computed outside its forward pass was never tested for independence."""
@@ -346,6 +360,18 @@ class BufferGuard:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BufferGuard, (nn.Module(),)
+
+
+@contextlib.contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """What random records write to buffers is gone afterwards. Buffers that are new stay: caches know of them."""
+    before = [(b, b.clone()) for b in model.buffers() if type(b) is Tensor]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            if not torch.equal(buffer, value):
+                buffer.data.copy_(value)
 
 
 def look(owner: weakref.ref[Training]) -> None:

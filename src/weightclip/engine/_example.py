@@ -91,6 +91,39 @@ class Call:
         return model(*self.args, **self.kwargs)
 
 
+def zipped(a: Call, b: Call, act: Callable[[Tensor, Tensor], Tensor]) -> Call:
+    """Tensors made of those of two calls."""
+    others = iter(b.tensors)
+    return a.map(lambda t: act(t, next(others)))
+
+
+def put(a: Tensor, b: Tensor, i: int, size: float) -> Tensor:
+    """``a`` with another record ``i``: that of ``b``, so many times as large; integers and truth values turned over."""
+    if not a.dim():
+        return a
+    a = a.clone()
+    a[i] = size * b[i] if a.is_floating_point() else 1 - a[i] if a.dtype != torch.bool else ~a[i]
+    return a
+
+
+def row_of(a: Tensor, b: Tensor, i: int) -> Tensor:
+    """``a`` with the record ``i`` of ``b``."""
+    if not a.dim():
+        return a
+    a = a.clone()
+    a[i] = b[i]
+    return a
+
+
+def marked(t: Tensor, i: int, one: int) -> Tensor:
+    """Integers and masks: all zero, but for record ``i``."""
+    if not t.dim() or t.is_floating_point():
+        return t
+    t = torch.zeros_like(t)
+    t[i] = one
+    return t
+
+
 def call_of(model: nn.Module, loader: DataLoader, example: Any, device: torch.device) -> Call:
     """The model's inputs in a batch of the loader, or the example that was given instead."""
     given = example is not None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from weightclip._device import Reads, constant, side_stream
 from weightclip._torch import optimizer_hooks
 from weightclip.certificate import numerics_for
+from weightclip.engine._gate import refuse_strangers
 from weightclip.errors import ContractError
 from weightclip.factors import conv_weights
 from weightclip.noise import NOISE, Streams, fill_normal_
@@ -166,7 +167,7 @@ class FusedStep:
         t.drop()
         t.sensitivity.use_mode(t.watch.modes())
         if found.whole:
-            t.refuse_strangers(engine.optimizer)
+            refuse_strangers(engine.optimizer, t.trained)
 
         def launch(step: int) -> None:
             found.noise.set(step)

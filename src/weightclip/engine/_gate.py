@@ -270,6 +270,17 @@ def evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     return (args[0], *map(known, args[1:])), {name: known(given) for name, given in kwargs.items()}
 
 
+def refuse_strangers(optimizer: torch.optim.Optimizer, trained: set[int]) -> None:
+    """A parameter the engine does not noise (its ids are not ``trained``) must bring no gradient into a step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in trained and parameter.grad is not None:
+                raise ContractError(
+                    "the optimizer holds a parameter with a gradient that is not private: freeze it, or make the "
+                    "model private with it."
+                )
+
+
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
     """A gradient scaler skips steps by the data."""
     scaler = [name for name in ("grad_scale", "found_inf") if getattr(optimizer, name, None) is not None]

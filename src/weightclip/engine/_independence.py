@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weightclip._torch import AnyDropout, DispatchMode, hooked, tensors_of
 from weightclip.certificate import LayerUse, exact_products
 from weightclip.engine._compatible import explain
-from weightclip.engine._example import Call, Draw
+from weightclip.engine._example import Call, Draw, marked, put, row_of, zipped
 from weightclip.errors import ContractError
 from weightclip.factors import Collector
 
@@ -251,7 +251,7 @@ def _check_size(probe: Probe, call: Call, n: int, places: bool) -> Facts | None:
             for masks in range(2, 2 + _MASKS):
                 _check_changes(probe, here, there, probe(here, masks), masks)
         if n == max(_SIZES) and (wide := _bytes(probe, here)) is not None:
-            facts = _run_bytes(probe, _zip(here, wide, lambda a, b: _row(a, b, n // 2)))
+            facts = _run_bytes(probe, zipped(here, wide, lambda a, b: row_of(a, b, n // 2)))
             if facts is not None:
                 _compare(seen, facts, [i for i in range(n) if i != n // 2], None, "changing one record")
         if n == max(_SIZES):  # masks that hide nothing are often left out: another way through the model
@@ -278,11 +278,11 @@ def _check_changes(probe: Probe, here: Call, there: Call, seen: Facts, masks: in
     n = len(here.tensors[0])
     others = [i for i in range(n) if i != n // 2]
     for size in (_HUGE,) if masks else (_LARGE, _HUGE):
-        changed = _zip(here, there, lambda a, b, size=size: _put(a, b, n // 2, size))
+        changed = zipped(here, there, lambda a, b, size=size: put(a, b, n // 2, size))
         _compare(seen, probe(changed, masks), others, None, "changing one record")
     if masks or all(t.is_floating_point() for t in here.tensors):
         return
-    alone, none = (_run(probe, here.map(lambda t, one=one: _marked(t, n // 2, one))) for one in (1, 0))
+    alone, none = (_run(probe, here.map(lambda t, one=one: marked(t, n // 2, one))) for one in (1, 0))
     if alone is not None and none is not None:  # lengths of zero run nowhere
         _compare(alone, none, others, None, "changing one record")
 
@@ -358,37 +358,6 @@ def _run_bytes(probe: Probe, call: Call) -> Facts | None:
         raise
     except Exception:
         return None
-
-
-def _zip(a: Call, b: Call, act: Callable[[Tensor, Tensor], Tensor]) -> Call:
-    others = iter(b.tensors)
-    return a.map(lambda t: act(t, next(others)))
-
-
-def _put(a: Tensor, b: Tensor, i: int, size: float) -> Tensor:
-    if not a.dim():
-        return a
-    a = a.clone()
-    a[i] = size * b[i] if a.is_floating_point() else 1 - a[i] if a.dtype != torch.bool else ~a[i]
-    return a
-
-
-def _row(a: Tensor, b: Tensor, i: int) -> Tensor:
-    """``a`` with the record ``i`` of ``b``."""
-    if not a.dim():
-        return a
-    a = a.clone()
-    a[i] = b[i]
-    return a
-
-
-def _marked(t: Tensor, i: int, one: int) -> Tensor:
-    """Integers and masks: all zero, but for record ``i``."""
-    if not t.dim() or t.is_floating_point():
-        return t
-    t = torch.zeros_like(t)
-    t[i] = one
-    return t
 
 
 def _compare(base: Facts, other: Facts, rows: list[int], places: list[int] | None, what: str) -> None:

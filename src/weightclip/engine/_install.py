@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, autocast, nn
 
 from weightclip._torch import forward_hooks
 from weightclip.certificate import Adaptive, OpenPlan, Plan
-from weightclip.engine._entrance import BufferGuard, Entrance, InputProjection, Signature, look, prepare
+from weightclip.engine._entrance import BufferGuard, Entrance, InputProjection, Signature, buffers_kept, look, prepare
 from weightclip.engine._example import Call
 from weightclip.engine._gate import OutputGate
 from weightclip.engine._independence import (
@@ -222,18 +221,6 @@ def in_modes(model: nn.Module, modes: tuple[bool, ...]) -> Iterator[None]:
     finally:
         for module, training in zip(modules, before, strict=True):
             module.training = training
-
-
-@contextlib.contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """What random records write to buffers is gone afterwards. Buffers that are new stay: caches know of them."""
-    before = [(b, b.clone()) for b in model.buffers() if type(b) is Tensor]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            if not torch.equal(buffer, value):
-                buffer.data.copy_(value)
 
 
 @contextlib.contextmanager

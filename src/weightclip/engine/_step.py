@@ -26,7 +26,7 @@ from weightclip.certificate import OpenPlan, Plan, WeightClipper
 from weightclip.engine._digest import tensors_digest
 from weightclip.engine._entrance import BufferGuard, Entrance, Watch
 from weightclip.engine._example import Call
-from weightclip.engine._gate import Argument, OutputGate, Passage, evaluate_closure, refuse_scaler
+from weightclip.engine._gate import Argument, OutputGate, Passage, evaluate_closure, refuse_scaler, refuse_strangers
 from weightclip.engine._sensitivity import Sensitivities
 from weightclip.engine._together import agree_on_step, release_together
 from weightclip.errors import BudgetSpent, ContractError
@@ -141,11 +141,9 @@ class Training:
         self.amp_before: Any = None  # what the optimiser said of gradient scalers
         self.info: BatchInfo | None = None
         self.draw: Draw | None = None
-        self.released = False  # whether the gradients of the optimiser's step to come are noisy already
-        self._skip = False
+        self.released = self._skip = False  # whether the step to come has noisy gradients already; has none
         self._broken: int | None = None  # the draw in which a backward pass failed
-        self._ahead = False  # whether a batch of this pass over the data was handed out and never run
-        self._trained = {id(p) for p in release.parameters}
+        self.trained = {id(p) for p in release.parameters}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._names = [names[id(p)] for p in release.parameters]
 
@@ -169,9 +167,8 @@ class Training:
     def hand_out(self, info: BatchInfo) -> None:
         """The loader's next batch. A draw that was abandoned half-way is dropped, never released."""
         before = self.info
-        passed_over = before is not None and before.draw != self._broken and not self.entrance.called
-        self._ahead = self.engine.loader.strict and not info.first and (self._ahead or passed_over)
-        self.entrance.called = False
+        excused = before is None or before.draw == self._broken or not self.engine.loader.strict
+        self.entrance.next_batch(info.first or excused)
         if info.piece == 0 and not (before is None or before.last):
             self.drop()
         self.info = info
@@ -226,11 +223,7 @@ class Training:
             raise ContractError(
                 "a backward pass over this draw failed: leave its other pieces, and go on with the next."
             )
-        if self._ahead:
-            raise ContractError(
-                "the loader was asked for a batch before the model saw the one before: it would meet the records of "
-                "one batch under the mask of another. With strict=True fetch no batch ahead, and leave none out."
-            )
+        self.entrance.refuse_ahead()
         self._broken = None
         if draw is not None and draw.number != info.draw:
             self.drop()  # so that a loop that is started again finds a clean state
@@ -345,13 +338,13 @@ class Training:
         evaluated = evaluate_closure(args, kwargs)
         if self.released:  # a fused step has charged and set its gradients already
             self.released = self._skip = False
-            self.refuse_strangers(optimizer)
+            refuse_strangers(optimizer, self.trained)
             return evaluated
         self.engine.refuse_overspending()
         info, draw = self.info, self.draw
         if info is None or draw is None or info.piece not in draw.pieces or not draw.ready:
             raise ContractError("step() without a new batch: call loss(model(x), y).backward() on a batch first.")
-        self.refuse_strangers(optimizer)
+        refuse_strangers(optimizer, self.trained)
         self._skip = not info.last
         if self._skip:  # a piece of a larger draw: with no gradients the optimiser does nothing
             for parameter in self.release.parameters:
@@ -359,16 +352,6 @@ class Training:
         else:
             self.spend(self.release_sum if self.alone else functools.partial(release_together, self))
         return evaluated
-
-    def refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
-        """A parameter the engine does not noise must bring no gradient into a step."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in self._trained and parameter.grad is not None:
-                    raise ContractError(
-                        "the optimizer holds a parameter with a gradient that is not private: freeze it, or make the "
-                        "model private with it."
-                    )
 
     def spend(self, release: Callable[[int], None]) -> None:
         """Charge one release of the present draw, then make it: a second one would be no fresh sample.

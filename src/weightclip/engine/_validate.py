@@ -12,6 +12,16 @@ from torch.utils.data import TensorDataset
 
 from weightclip.accounting import Adjacency, Mechanism, epsilon
 from weightclip.errors import ContractError, WeightclipError
+from weightclip.factors import is_held
+
+
+def check_layers(model: nn.Module) -> None:
+    """No layer may have its products collected by another engine."""
+    if any(is_held(part) for part in model.modules()):
+        raise ContractError(
+            "a layer of the model belongs to another private model, whose engine would get no more of its gradients: "
+            "call detach() on that engine first, or give this model a copy of the layer."
+        )
 
 
 def check_model(model: nn.Module) -> torch.device:
