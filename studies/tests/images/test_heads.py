@@ -13,10 +13,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weightclip as wc
 from weightclip.bounds import operator_norm_bound
+from weightclip_studies.images import _product
 from weightclip_studies.images._check import _on, largest_shares
 from weightclip_studies.images._engine import audit_head, head_bounds, head_loss, head_model
 from weightclip_studies.images._heads import HeadTrainer, noise_seed
-from weightclip_studies.images._product import Features, collect, encode, integer_product, quantise
+from weightclip_studies.images._product import (
+    Features,
+    collect,
+    encode,
+    integer_product,
+    integers_add_up,
+    outputs,
+    quantise,
+)
 from weightclip_studies.images._search import METHODS, proposals
 from weightclip_studies.images._settings import ALLOCATIONS, HeadSettings
 
@@ -88,6 +97,42 @@ def test_integer_products_are_exact(seed: int, records: int, units: int) -> None
     codes = torch.randint(-16383, 16384, (records, units), generator=generator)
     x = torch.randint(-127, 128, (records, 16), dtype=torch.int8, generator=generator)
     assert torch.equal(integer_product(codes.double(), x), (codes.t() @ x.long()).double())
+
+
+@given(st.integers(0, 10_000), st.integers(1, 30), st.integers(1, 12))
+def test_outputs_are_near_and_hang_on_their_own_record(seed: int, records: int, units: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-127, 128, (records, 64), dtype=torch.int8, generator=generator)
+    w = torch.randn(units, 64, generator=generator) * 10.0 ** torch.randint(-6, 6, (units, 1), generator=generator)
+    exact, found = x.double() @ w.double().t(), outputs(x, w)
+    room = 64 * 127 * w.abs().amax(1).double() * 2.0**-20
+    assert bool(((found.double() - exact).abs() <= room + 1e-12).all())
+    if integers_add_up():
+        assert all(torch.equal(outputs(x[i:], w), found[i:]) for i in range(records))
+    assert not outputs(x, torch.zeros_like(w)).any()
+
+
+def test_wide_outputs_stay_within_int32() -> None:
+    width = _product._COLUMNS + 32
+    x, w = torch.full((2, width), 127, dtype=torch.int8), torch.ones(1, width)
+    assert outputs(x, w).flatten().tolist() == pytest.approx([127.0 * width] * 2, rel=1e-5)
+    assert _product._COLUMNS * 127 * 127 < 2**31
+
+
+def test_products_where_integers_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some processors cut sums of two int8 products to sixteen bits: double precision is taken there."""
+    exact = _product.int8_product
+    cut = lambda a, b: exact(a, b).clamp(-(2**15), 2**15 - 1)  # noqa: E731
+    codes = torch.full((300, 2), 16383.0, dtype=torch.float64)
+    x, w = torch.full((300, 16), 127, dtype=torch.int8), torch.ones(3, 16)
+    monkeypatch.setattr(_product, "int8_product", cut)
+    integers_add_up.cache_clear()
+    try:
+        assert not integers_add_up()
+        assert torch.equal(integer_product(codes, x), (codes.long().t() @ x.long()).double())
+        assert torch.equal(outputs(x, w), x.float() @ w.t())
+    finally:
+        integers_add_up.cache_clear()
 
 
 @given(st.integers(0, 10_000), st.floats(1e-6, 1e6))

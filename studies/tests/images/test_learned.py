@@ -160,10 +160,10 @@ def test_no_time_means_nothing_begins(tmp_path, weights) -> None:
 
 def test_passes_of_a_given_size_are_untried_and_said_to_be(tmp_path, weights, monkeypatch) -> None:
     passes, alone = [], _features.FeatureMap.chunk_alone
-    encode = _features.FeatureMap.encode
+    encode = _learned.StoredCodes.features
     monkeypatch.setattr(_features.FeatureMap, "chunk_alone", lambda self, *a: passes.append("tried") or alone(self, *a))
-    monkeypatch.setattr(_features.FeatureMap, "encode", lambda self, images, labels, chunk: (
-        passes.append(chunk), encode(self, images, labels, chunk))[1])  # fmt: skip
+    monkeypatch.setattr(_learned.StoredCodes, "features", lambda self, part, images, labels, chunk, *a: (
+        passes.append(chunk), encode(self, part, images, labels, chunk, *a))[1])  # fmt: skip
     told: list[str] = []
     study = heads(tmp_path, weights, methods=("non-private",), trials=1, chunk=30)
     study.study.say = told.append

@@ -115,15 +115,18 @@ class PatchFeatures(nn.Module):
         self.register_buffer("matrix", matrix.float())
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.is_cuda and len(x) > 1:  # what one record needs fits into a CPU's cache
+            return torch.cat([self(record) for record in x.split(1)])
         columns = nn.functional.unfold(x, self.size)  # records x patch x positions
         columns = columns - columns.mean(1, keepdim=True)
         white = torch.einsum("op,npl->nol", self.matrix, columns)
         white = white / (white.square().sum(1, keepdim=True) + 1.0).sqrt()  # flat patches stay small
         cosine = torch.einsum("kp,npl->nkl", self.filters, white)
         side = math.isqrt(cosine.shape[-1])
-        both = torch.cat([(cosine - self.threshold).relu(), (-cosine - self.threshold).relu()], 1)
-        pooled = nn.functional.adaptive_avg_pool2d(both.unflatten(2, (side, side)), self.pool)
-        return pooled.sqrt() if self.root else pooled
+        shrunk = nn.functional.softshrink(cosine, self.threshold).unflatten(2, (side, side))
+        signed, sizes = (nn.functional.adaptive_avg_pool2d(part, self.pool) for part in (shrunk, shrunk.abs()))
+        pooled = torch.cat([sizes + signed, sizes - signed], 1) / 2  # the means of both signs' excess
+        return pooled.clamp_min(0).sqrt() if self.root else pooled
 
 
 class FeatureMap(nn.Module):

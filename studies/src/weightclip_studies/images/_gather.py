@@ -10,16 +10,21 @@ import torch
 from torch import Tensor
 
 
-def gather(codes: Tensor, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def gather(codes: Tensor, rows: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``codes[rows]`` in ``dtype``, and a (rows x width) int8 view whose memory runs along the rows.
 
-    On CUDA one Triton kernel does both when Triton is there; the result is the same as the plain one's, bit by bit.
+    On a CPU both are the int8 rows, in the memory of ``into`` if it is given. On CUDA one Triton kernel does both when
+    Triton is there; the result is the same as the plain one's, bit by bit.
     """
     kernel = _checked_kernel() if codes.is_cuda and dtype is torch.bfloat16 else None
     if kernel is not None:
         return _launch(kernel, codes, rows)
+    if not codes.is_cuda:
+        room = into[: len(rows)] if into is not None and len(rows) <= len(into) else None
+        x = torch.index_select(codes, 0, rows, out=room)
+        return x, x
     x = codes.index_select(0, rows)
-    return x.to(dtype), x.t().contiguous().t() if codes.is_cuda else x
+    return x.to(dtype), x.t().contiguous().t()
 
 
 def _launch(kernel: Any, codes: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from weightclip.bounds import gram_iteration, spectral_norm
 from weightclip.errors import WeightclipError
 from weightclip.noise import NOISE, SAMPLING, Streams, joint_multiplier
 from weightclip_studies.images._gather import gather
-from weightclip_studies.images._product import Features, integer_product, quantise
+from weightclip_studies.images._product import Features, integer_product, outputs, quantise
 from weightclip_studies.images._settings import ALLOCATIONS, HeadSettings
 
 _MARGIN = 1 + 1e-5  # norms and scales are float32
@@ -90,6 +90,8 @@ class HeadTrainer:
         self.t = torch.zeros((), device=device)
         self.largest = torch.zeros((), dtype=torch.int64, device=device)
         self.order = torch.arange(len(data), device=device)
+        # pages of a batch's rows are mapped once: on a CPU that takes longer than a step
+        self._rows = None if device.type == "cuda" else data.codes.new_empty(self.rows, data.width)
         self.half = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.scales = torch.zeros(len(self.shapes), dtype=torch.float64, device=device)
         self.sensitivities = torch.zeros(len(self.shapes), dtype=torch.float64, device=device)
@@ -129,7 +131,7 @@ class HeadTrainer:
         """Sums of bounded per-record gradients over the given rows, and the bounds."""
         s, data = self.settings, self.data
         target = data.labels.index_select(0, rows)
-        x, x8 = gather(data.codes, rows, self.half)
+        x, x8 = gather(data.codes, rows, self.half, self._rows)
         live = (rows < len(data)).unsqueeze(1)
         z, hidden = self._forward(x, self.layers)
         top = self._loss_gradient(z, target) * live
@@ -156,7 +158,8 @@ class HeadTrainer:
 
     def _forward(self, x: Tensor, layers: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor | None]:
         (w, b), rest = layers[0], layers[1:]
-        first = (x @ w.to(self.half).t()).float() * self.data.scale + b
+        product = (x @ w.to(self.half).t()).float() if x.is_cuda else outputs(x, w)
+        first = product * self.data.scale + b
         if not rest:
             return first, None
         hidden = first.relu()
@@ -322,7 +325,8 @@ class HeadTrainer:
     def logits(self, data: Features, averaged: bool = True) -> Tensor:
         """Outputs of the averaged (or last) weights for all records of ``data``."""
         layers = self.means if averaged else self.layers
-        return torch.cat([self._forward(part.to(self.half), layers)[0] for part in data.codes[:-1].split(8192)])
+        parts = data.codes[:-1].split(8192)
+        return torch.cat([self._forward(p.to(self.half) if p.is_cuda else p, layers)[0] for p in parts])
 
     def accuracy(self, data: Features) -> float:
         """Share of records of ``data`` whose largest output is the label's, of the averaged weights, in percent."""

@@ -18,6 +18,7 @@ from weightclip_studies.images._climb import Chosen, climb
 from weightclip_studies.images._experiment import ImageStudy
 from weightclip_studies.images._features import CHUNK, FeatureMap, FeatureSettings
 from weightclip_studies.images._settings import HeadSettings
+from weightclip_studies.images._stored import StoredCodes
 from weightclip_studies.images.extractor import LearnedSettings, describe_extractor
 
 FIXED: dict[str, FeatureSettings] = {
@@ -33,6 +34,7 @@ Lines for MNIST are new: first chosen in a trial that looked at test images, the
 (docs/notes/images.md).
 """
 KINDS = ("learned", "joined")
+_CPU_CHUNK = 100  # records of a pass on a CPU: no slower than more, and the trial of their places is short
 _MIRRORED = {"cifar10": True, "fashion_mnist": False, "mnist": False}  # as the fixed features were chosen
 
 
@@ -115,10 +117,11 @@ class HeadStudy:
         study.used = self.features
         feature_map = FeatureMap(self.features, tuple(study.images.shape[1:]), study.device)
         tried = self.chunk is None
-        chunk = self.chunk or feature_map.chunk_alone(study.device, CHUNK)
+        chunk = self.chunk or feature_map.chunk_alone(study.device, CHUNK if study.device == "cuda" else _CPU_CHUNK)
+        encoder = StoredCodes(feature_map, study.out / "codes" / f"{study.dataset}-{self.key}-{chunk}")
         told = "in which no record's features depend on another's" if tried else "not tried for records' places"
         study.say(f"{study.dataset}: passes of {chunk}, {told}")
-        train = feature_map.encode(study.images, study.labels, chunk)
+        train = encoder.features("train", study.images, study.labels, chunk, self._check_time)
         fit, val = train.subset(study.fit_rows), train.subset(study.val_rows)
         test = None
         study._note(
@@ -129,7 +132,7 @@ class HeadStudy:
             self._tell(method, epsilon, chosen)
             self._check_time()
             if test is None:
-                test = feature_map.encode(study.test_images, study.test_labels, chunk)
+                test = encoder.features("test", study.test_images, study.test_labels, chunk, self._check_time)
             row = study.final(train, test, method, epsilon, chosen.settings, f"{self.features.name}+linear")
             study._write([row])
             study._note(stage="row", key=self.key, method=method, epsilon=_level(epsilon), quiet=True)

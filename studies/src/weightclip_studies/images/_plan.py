@@ -172,7 +172,7 @@ class ExtractorPlan:
                 shutil.copyfile(file, self.out / file.name)
         new = self.out / f".{_RESULTS}"
         with tarfile.open(new, "w:gz") as tar:
-            for file in sorted(self.results.iterdir()):
+            for file in sorted(path for path in self.results.iterdir() if path.is_file()):
                 tar.add(file, file.name)
         new.replace(self.out / _RESULTS)
 

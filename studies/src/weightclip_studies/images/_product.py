@@ -7,6 +7,7 @@ truncated towards zero on a grid of 32,767 values, and tensor cores add int8 pro
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from weightclip.errors import WeightclipError
 
 _DIGIT = 128
 _TOP = 127 * _DIGIT + 127  # largest cotangent code
+_COLUMNS = 1 << 17  # columns of an int8 product: 2^17 * 127^2 < 2^31
 _CLIP = 8.0  # entries beyond this many times the root mean square of a unit vector are clamped
 
 
@@ -97,13 +99,52 @@ def integer_product(codes: Tensor, x: Tensor) -> Tensor:
     """sum_i codes_i x_i^T exactly, as float64: records x units, records x width (int8) -> units x width."""
     high = torch.div(codes, _DIGIT, rounding_mode="trunc")
     digits = torch.cat([high, codes - _DIGIT * high], 1).t()  # 2 units x records
-    if x.device.type != "cuda":
-        total = digits @ x.double()
-    else:  # int8 tensor cores want both operands contiguous along the records (`gather`), sizes in multiples of 8
+    if x.device.type == "cuda":  # int8 tensor cores want operands contiguous along the records, sizes in multiples of 8
         units = digits.shape[0]
         rows = torch.zeros(max(24, units + -units % 8), digits.shape[1], dtype=torch.int8, device=x.device)
         rows[:units] = digits
         x = x if x.stride(0) == 1 else x.t().contiguous().t()
         total = int8_product(rows, x)[:units].double()
+    elif integers_add_up():
+        total = int8_product(digits.to(torch.int8).contiguous(), x).double()
+    else:
+        total = digits @ x.double()
     top, low = total.chunk(2)
     return top * _DIGIT + low
+
+
+def outputs(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.t()`` of int8 rows in float32, on a CPU: records x width, units x width -> records x units.
+
+    Each unit's weights are rounded to 21 bits of its largest, and products with them are exact, so that a record's
+    outputs do not depend on its place or on other records. Where int8 products are not exact they are float32's.
+    """
+    if not integers_add_up():
+        return x.float() @ weight.t()
+    step = weight.abs().amax(1).double().clamp_min(1e-300) / _TOP / _DIGIT
+    rest = (weight.double() / step[:, None]).trunc()
+    digits = []
+    for place in (_DIGIT**2, _DIGIT, 1):
+        digit = torch.div(rest, place, rounding_mode="trunc")
+        rest = rest - place * digit
+        digits.append(digit)
+    turned = torch.cat(digits).to(torch.int8).t()  # width x 3 units
+    total = sum(  # int32 holds 127^2 times so many columns
+        int8_product(part.contiguous(), rows.contiguous()).double()
+        for part, rows in zip(x.split(_COLUMNS, 1), turned.split(_COLUMNS), strict=True)
+    )
+    assert isinstance(total, Tensor)
+    top, middle, low = total.chunk(3, 1)
+    return ((top * _DIGIT**2 + middle * _DIGIT + low) * step).float()
+
+
+@functools.cache
+def integers_add_up() -> bool:
+    """Whether this CPU's int8 products are exact: some processors cut sums of two products to sixteen bits."""
+    a = torch.full((24, 256), 127, dtype=torch.int8)
+    signs = torch.tensor([1, -1], dtype=torch.int8).repeat(12)[:, None]
+    try:
+        found = int8_product(a * signs, (a * signs).t().contiguous())
+    except RuntimeError:  # a build of torch without them
+        return False
+    return torch.equal(found, (a * signs).int() @ (a * signs).int().t())
