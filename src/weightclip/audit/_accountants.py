@@ -23,31 +23,19 @@ SHORT_GRID = [(1.0, 0.01, 100), (1.0, 0.01, 2000), (2.0, 0.1, 100), (1.0, 1.0, 1
 
 @dataclass(frozen=True)
 class AccountantRow:
-    """epsilon of one setting by every accountant; None where one cannot answer.
+    """epsilon of one setting by every accountant; None where one cannot answer."""
 
-    Attributes:
-        sigma: Noise multiplier.
-        q: Sampling rate.
-        steps: Number of steps.
-        delta: delta.
-        pld: Ours by default: privacy loss distributions, an upper bound.
-        rdp: Ours as in the paper: Renyi divergences, an upper bound.
-        dp_accounting: dp-accounting's PLD accountant with its default grid; ours chooses its own and adds its rounding.
-        opacus_rdp: Opacus, Renyi divergences.
-        opacus_prv: Opacus, privacy random variables (upper end of its error interval of 2 * 0.01).
-        exact: The Gaussian mechanism's own formula, where q = 1.
-    """
-
-    sigma: float
-    q: float
+    sigma: float  #: noise multiplier
+    q: float  #: sampling rate
     steps: int
     delta: float
-    pld: float
-    rdp: float
+    pld: float  #: ours by default: privacy loss distributions, an upper bound
+    rdp: float  #: ours as in the paper: Renyi divergences, an upper bound
+    #: dp-accounting's PLD accountant with its default grid; ours chooses its own and adds its rounding
     dp_accounting: float | None
-    opacus_rdp: float | None
-    opacus_prv: float | None
-    exact: float | None
+    opacus_rdp: float | None  #: Opacus, Renyi divergences
+    opacus_prv: float | None  #: Opacus, privacy random variables (upper end of its error interval of 2 * 0.01)
+    exact: float | None  #: the Gaussian mechanism's own formula, where q = 1
 
     @property
     def disagreement(self) -> str:

@@ -32,29 +32,17 @@ AUDITS = (FALSIFIER, TRAINED, ONE_STEP, RUN_LAW, SAMPLING, RELEASES, TWO_WORLDS,
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to try.
+    """How hard to try."""
 
-    Attributes:
-        restarts: Starting points of the falsifier per layer.
-        ascent: Its steps.
-        steps: Steps of the runs whose law is examined.
-        draws: Random draws examined.
-        releases: Sampled releases per world.
-        runs: Whole runs per world.
-        run_steps: Steps of each.
-        canaries: Canaries of the one-run audit.
-        rounding: Size of the batch in which rounding is provoked.
-    """
-
-    restarts: int = 12
-    ascent: int = 40
-    steps: int = 32
-    draws: int = 64
-    releases: int = 400
-    runs: int = 80
-    run_steps: int = 4
-    canaries: int = 1000
-    rounding: int = 4096
+    restarts: int = 12  #: starting points of the falsifier per layer
+    ascent: int = 40  #: its steps
+    steps: int = 32  #: steps of the runs whose law is examined
+    draws: int = 64  #: random draws examined
+    releases: int = 400  #: sampled releases per world
+    runs: int = 80  #: whole runs per world
+    run_steps: int = 4  #: steps of each
+    canaries: int = 1000  #: canaries of the one-run audit
+    rounding: int = 4096  #: size of the batch in which rounding is provoked
 
 
 QUICK = Effort()
@@ -64,25 +52,15 @@ FULL = Effort(restarts=40, ascent=120, steps=100, draws=200, releases=2000, runs
 
 @dataclass(frozen=True)
 class Check:
-    """One audit of one trainer.
+    """One audit of one trainer."""
 
-    Attributes:
-        audit: Which audit.
-        subject: Which trainer.
-        measured: The number that is compared: a ratio, a shift, or an epsilon.
-        allowed: What the claim allows.
-        violation: Whether the claim is refuted.
-        note: What was found, in words.
-        details: Everything, JSON-ready.
-    """
-
-    audit: str
-    subject: str
-    measured: float
-    allowed: float
-    violation: bool
-    note: str = ""
-    details: dict[str, Any] = field(default_factory=dict)
+    audit: str  #: which audit
+    subject: str  #: which trainer
+    measured: float  #: the number that is compared: a ratio, a shift, or an epsilon
+    allowed: float  #: what the claim allows
+    violation: bool  #: whether the claim is refuted
+    note: str = ""  #: what was found, in words
+    details: dict[str, Any] = field(default_factory=dict)  #: everything, JSON-ready
 
 
 def json_ready(value: Any) -> Any:

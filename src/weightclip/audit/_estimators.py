@@ -25,21 +25,13 @@ _CATEGORICAL = {"columns": [{"name": "0", "type": "categorical"}]}
 
 @dataclass(frozen=True)
 class Canary:
-    """A pair of neighbouring tables, and what an outsider looks at in the fitted model.
+    """A pair of neighbouring tables, and what an outsider looks at in the fitted model."""
 
-    Attributes:
-        name: What is attacked.
-        table: (X, y) without and with the canary row.
-        score: A number from the released model; larger: the canary took part.
-        settings: Parameters of the estimator.
-        regression: Whether it is the regressor that is attacked.
-    """
-
-    name: str
-    table: Callable[[bool], tuple[Any, Any]]
-    score: Callable[[Any], float]
-    settings: dict[str, Any] = field(default_factory=dict)
-    regression: bool = False
+    name: str  #: what is attacked
+    table: Callable[[bool], tuple[Any, Any]]  #: (X, y) without and with the canary row
+    score: Callable[[Any], float]  #: a number from the released model; larger: the canary took part
+    settings: dict[str, Any] = field(default_factory=dict)  #: parameters of the estimator
+    regression: bool = False  #: whether it is the regressor that is attacked
 
 
 def _objects(rows: list[list[Any]]) -> np.ndarray:

@@ -45,23 +45,16 @@ class LayerFinding:
 
 @dataclass(frozen=True)
 class Falsification:
-    """What the search found.
+    """What the search found."""
 
-    Attributes:
-        subject: Name of what was searched.
-        layers: One finding per layer.
-        joint: Largest found length of one record's whole gradient in units of the noise: above 1 the step leaks.
-        loudest: The record that attains ``joint``.
-        violation: Whether any ratio, or the joint length, exceeds 1.
-    """
-
-    subject: str
-    layers: tuple[LayerFinding, ...]
-    joint: float
-    loudest: Records
+    subject: str  #: name of what was searched
+    layers: tuple[LayerFinding, ...]  #: one finding per layer
+    joint: float  #: largest found length of one record's whole gradient in units of the noise: above 1 the step leaks
+    loudest: Records  #: the record that attains ``joint``
 
     @property
     def violation(self) -> bool:
+        """Whether any ratio, or the joint length, exceeds 1."""
         worst = max([self.joint, *(f.ratio for f in self.layers)])
         return not worst <= 1 + TOLERANCE
 

@@ -12,23 +12,14 @@ from weightclip.audit._subject import Records, Subject, joined, repeated
 
 @dataclass(frozen=True)
 class Neighbours:
-    """A data set and the record that is added to it (at the end, or at the front).
+    """A data set and the record that is added to it (at the end, or at the front)."""
 
-    Attributes:
-        name: What is tried.
-        base: The data set D.
-        extra: The record of D' that D lacks.
-        front: Whether it comes first, which only matters for rounding.
-        rate: Sampling rate at which the pair is run.
-        steps: Draws that are compared; several where draws are random.
-    """
-
-    name: str
-    base: Records
-    extra: Records
-    front: bool = False
-    rate: float = 1.0
-    steps: int = 1
+    name: str  #: what is tried
+    base: Records  #: the data set D
+    extra: Records  #: the record of D' that D lacks
+    front: bool = False  #: whether it comes first, which only matters for rounding
+    rate: float = 1.0  #: sampling rate at which the pair is run
+    steps: int = 1  #: draws that are compared; several where draws are random
 
     @property
     def larger(self) -> Records:

@@ -32,33 +32,19 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class OneRun:
-    """Lower bounds from a single run with many canaries.
+    """Lower bounds from a single run with many canaries."""
 
-    Attributes:
-        canaries: Number of canaries judged (another quarter chose how many to guess).
-        guesses: Number of guesses; on the others the adversary is silent.
-        correct: How many were right.
-        rate: q.
-        steps: Steps of the run.
-        epsilon_claimed: What such a run claims.
-        epsilon_lower: 95% bound by (epsilon, delta) alone.
-        epsilon_lower_fdp: 95% bound for a Gaussian (mu-GDP) curve.
-        mu: Gaussian estimate from the scores, a point estimate.
-        epsilon_gdp: epsilon of that mu.
-        violation: Whether the claimed curve is refuted at the strict level.
-    """
-
-    canaries: int
-    guesses: int
-    correct: int
-    rate: float
-    steps: int
-    epsilon_claimed: float
-    epsilon_lower: float
-    epsilon_lower_fdp: float
-    mu: float
-    epsilon_gdp: float
-    violation: bool
+    canaries: int  #: number of canaries judged (another quarter chose how many to guess)
+    guesses: int  #: number of guesses; on the others the adversary is silent
+    correct: int  #: how many were right
+    rate: float  #: q
+    steps: int  #: steps of the run
+    epsilon_claimed: float  #: what such a run claims
+    epsilon_lower: float  #: 95% bound by (epsilon, delta) alone
+    epsilon_lower_fdp: float  #: 95% bound for a Gaussian (mu-GDP) curve
+    mu: float  #: Gaussian estimate from the scores, a point estimate
+    epsilon_gdp: float  #: epsilon of that mu
+    violation: bool  #: whether the claimed curve is refuted at the strict level
 
 
 def one_run(

@@ -29,17 +29,11 @@ from weightclip.noise import KNorm
 
 @dataclass(frozen=True)
 class Shift:
-    """The exact effect of one record in one pair of neighbours.
+    """The exact effect of one record in one pair of neighbours."""
 
-    Attributes:
-        name: Which pair.
-        shift: Distance of the two means in units of s_k/sigma; 1 is what the claim allows.
-        same_noise: Whether the noise scales are the same for both (they must be public).
-    """
-
-    name: str
-    shift: float
-    same_noise: bool
+    name: str  #: which pair
+    shift: float  #: distance of the two means in units of s_k/sigma; 1 is what the claim allows
+    same_noise: bool  #: whether the noise scales are the same for both (they must be public)
 
     @property
     def violation(self) -> bool:
@@ -116,21 +110,13 @@ class _Bench:
 
 @dataclass(frozen=True)
 class PureLaw:
-    """What was found for one exponent.
+    """What was found for one exponent."""
 
-    Attributes:
-        subject: The trainer.
-        p: Exponent of the norm.
-        shift: Largest effect of one record in the joint norm; the claim allows 1.
-        worst: The pair of neighbours where it was found.
-        noise: p-value of the noise's norm being Gamma(D, 1/epsilon0).
-    """
-
-    subject: str
-    p: float
-    shift: float
-    worst: str
-    noise: float
+    subject: str  #: the trainer
+    p: float  #: exponent of the norm
+    shift: float  #: largest effect of one record in the joint norm; the claim allows 1
+    worst: str  #: the pair of neighbours where it was found
+    noise: float  #: p-value of the noise's norm being Gamma(D, 1/epsilon0)
 
     @property
     def violation(self) -> bool:

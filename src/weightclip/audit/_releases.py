@@ -81,25 +81,15 @@ def _mean(subject: Subject, data: Records, sigma: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class WholeRun:
-    """Lower bounds from whole runs beside the claim.
+    """Lower bounds from whole runs beside the claim."""
 
-    Attributes:
-        subject: Name of the trainer.
-        rate: q.
-        steps: Steps of each run.
-        sigma: Noise multiplier.
-        epsilon_claimed: What the engine prints for such a run.
-        white_box: From every released gradient.
-        black_box: From the final model alone.
-    """
-
-    subject: str
-    rate: float
-    steps: int
-    sigma: float
-    epsilon_claimed: float
-    white_box: TwoWorlds
-    black_box: TwoWorlds
+    subject: str  #: name of the trainer
+    rate: float  #: q
+    steps: int  #: steps of each run
+    sigma: float  #: noise multiplier
+    epsilon_claimed: float  #: what the engine prints for such a run
+    white_box: TwoWorlds  #: from every released gradient
+    black_box: TwoWorlds  #: from the final model alone
 
     @property
     def violation(self) -> bool:

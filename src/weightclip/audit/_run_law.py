@@ -24,33 +24,19 @@ from weightclip.errors import UncountedReleases
 
 @dataclass(frozen=True)
 class RunLaw:
-    """What a run did.
+    """What a run did."""
 
-    Attributes:
-        subject: Its name.
-        sigma: The stated multiplier.
-        noise: Whether the noise is standard normal in its stated units.
-        dependence: p-value of independence between steps and between coordinates (Bonferroni-corrected).
-        shift: Largest effect of the record in one step, in units; the claim allows 1.
-        sampling: p-value of "takes part independently with probability q"; 1 where q = 1.
-        epsilon_exact: Exact epsilon of the releases observed; for q < 1 only what one step alone shows.
-        epsilon_claimed: What the engine's ledger says.
-        fresh: Whether a second resume from one checkpoint brought noise that was never seen before.
-        releases: Number of releases observed.
-        charged: Number of steps the engine charged.
-    """
-
-    subject: str
-    sigma: float
-    noise: Normality
-    dependence: float
-    shift: float
-    sampling: float
-    epsilon_exact: float
-    epsilon_claimed: float
-    fresh: bool
-    releases: int
-    charged: int
+    subject: str  #: its name
+    sigma: float  #: the stated multiplier
+    noise: Normality  #: whether the noise is standard normal in its stated units
+    dependence: float  #: p-value of independence between steps and between coordinates (Bonferroni-corrected)
+    shift: float  #: largest effect of the record in one step, in units; the claim allows 1
+    sampling: float  #: p-value of "takes part independently with probability q"; 1 where q = 1
+    epsilon_exact: float  #: exact epsilon of the releases observed; for q < 1 only what one step alone shows
+    epsilon_claimed: float  #: what the engine's ledger says
+    fresh: bool  #: whether a second resume from one checkpoint brought noise that was never seen before
+    releases: int  #: number of releases observed
+    charged: int  #: number of steps the engine charged
 
     @property
     def failures(self) -> tuple[str, ...]:

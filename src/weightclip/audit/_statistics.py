@@ -41,27 +41,18 @@ class TwoWorlds:
 
     Worlds may share their randomness (common random numbers): each rate has its own bound and the two add up, and the
     Gaussian estimate becomes much sharper.
-
-    Attributes:
-        epsilon_lower: 95% Clopper-Pearson lower bound of epsilon at ``delta``; the threshold is chosen on one half of
-            the scores, the bound computed on the other.
-        mu: Gaussian estimate: distance of the means over the standard deviation.
-        mu_lower: 95% Clopper-Pearson lower bound of mu for a mechanism known to be mu-GDP.
-        epsilon_gdp: epsilon at ``delta`` of a mu-GDP mechanism: an estimate, no bound.
-        delta: delta.
-        trials: Scores per world.
-        violation: Whether the claimed curve is refuted at the strict level.
-        excess: Largest certified TPR - e^eps FPR - delta(eps); positive when refuted.
     """
 
+    #: 95% Clopper-Pearson lower bound of epsilon at ``delta``; the threshold is chosen on one half of the scores, the
+    #: bound computed on the other
     epsilon_lower: float
-    mu: float
-    mu_lower: float
-    epsilon_gdp: float
+    mu: float  #: Gaussian estimate: distance of the means over the standard deviation
+    mu_lower: float  #: 95% Clopper-Pearson lower bound of mu for a mechanism known to be mu-GDP
+    epsilon_gdp: float  #: epsilon at ``delta`` of a mu-GDP mechanism: an estimate, no bound
     delta: float
-    trials: int
-    violation: bool
-    excess: float
+    trials: int  #: scores per world
+    violation: bool  #: whether the claimed curve is refuted at the strict level
+    excess: float  #: largest certified TPR - e^eps FPR - delta(eps); positive when refuted
 
 
 def compare(scores0: np.ndarray, scores1: np.ndarray, delta: float, claim: Curve | None = None) -> TwoWorlds:
@@ -128,19 +119,12 @@ def _excess(train, test, claim: Curve) -> float:
 
 @dataclass(frozen=True)
 class Normality:
-    """Whether numbers are independent standard normals times a known scale.
+    """Whether numbers are independent standard normals times a known scale."""
 
-    Attributes:
-        scale: Their standard deviation over the claimed one.
-        p_value: Smallest of the tests' p-values (spread, shape, resolution), Bonferroni-corrected.
-        suspicious: Whether the p-value is below the alarm level.
-        why: Which test failed.
-    """
-
-    scale: float
-    p_value: float
-    suspicious: bool
-    why: str = ""
+    scale: float  #: their standard deviation over the claimed one
+    p_value: float  #: smallest of the tests' p-values (spread, shape, resolution), Bonferroni-corrected
+    suspicious: bool  #: whether the p-value is below the alarm level
+    why: str = ""  #: which test failed
 
 
 def check_normal(z: np.ndarray) -> Normality:

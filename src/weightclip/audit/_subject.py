@@ -44,37 +44,22 @@ def frozen_sgd(parameters: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Subject:
-    """A trainer to audit: all that is public about a run, so that it can be started on any data set.
+    """A trainer to audit: all that is public about a run, so that it can be started on any data set."""
 
-    Attributes:
-        name: For reports.
-        model: Makes the model; the same initial weights every time.
-        criterion: What the user would pass to the engine.
-        bounds: What is enforced.
-        records: ``records(n, generator)``: ordinary records, for backgrounds and typical ratios.
-        batch: b, the public divisor.
-        rate: q.
-        physical: ``max_physical_batch_size``.
-        allocation: How noise is spread.
-        optimizer: Makes the optimiser.
-        autocast: Type of ``torch.autocast`` in the forward, or None.
-        views: Augmentation multiplicity; view m of a record is (1 + m) times its input.
-        mechanism: None for the Gaussian.
-    """
-
-    name: str
-    model: Callable[[], nn.Module]
-    criterion: Any
-    bounds: Bounds
+    name: str  #: for reports
+    model: Callable[[], nn.Module]  #: makes the model; the same initial weights every time
+    criterion: Any  #: what the user would pass to the engine
+    bounds: Bounds  #: what is enforced
+    #: ``records(n, generator)``: ordinary records, for backgrounds and typical ratios
     records: Callable[[int, torch.Generator], Records]
-    batch: float = 8.0
-    rate: float = 1.0
-    physical: int | None = None
-    allocation: Allocation = field(default_factory=Equal)
-    optimizer: Callable[[Any], torch.optim.Optimizer] = plain_sgd
-    autocast: torch.dtype | None = None
-    views: int = 1
-    mechanism: Any = None
+    batch: float = 8.0  #: b, the public divisor
+    rate: float = 1.0  #: q
+    physical: int | None = None  #: ``max_physical_batch_size``
+    allocation: Allocation = field(default_factory=Equal)  #: how noise is spread
+    optimizer: Callable[[Any], torch.optim.Optimizer] = plain_sgd  #: makes the optimiser
+    autocast: torch.dtype | None = None  #: type of ``torch.autocast`` in the forward, or None
+    views: int = 1  #: augmentation multiplicity; view m of a record is (1 + m) times its input
+    mechanism: Any = None  #: None for the Gaussian
 
     @classmethod
     def of(cls, engine: PrivacyEngine, name: str = "model") -> Subject:

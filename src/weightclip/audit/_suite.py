@@ -28,27 +28,16 @@ _ALSO = ("normalisation", "radii on both factors")
 
 @dataclass(frozen=True)
 class Caught:
-    """One case of an algorithm that is known to break its claim: a test of the audits themselves.
+    """One case of an algorithm that is known to break its claim: a test of the audits themselves."""
 
-    Attributes:
-        name: The flaw.
-        sigma: Noise multiplier that claims epsilon = 1.
-        rate: Sampling rate of the claim.
-        shift: How far one record moves the mean, in multiples of what the algorithm allows.
-        result: Lower bounds from the sampled releases.
-        note: The case in words.
-        scores: Log-likelihood ratios in both worlds, for the picture.
-        claim: The claimed curve.
-    """
-
-    name: str
-    sigma: float
-    rate: float
-    shift: float
-    result: TwoWorlds
-    note: str
-    scores: tuple[np.ndarray, np.ndarray] = field(repr=False)
-    claim: Curve = field(repr=False)
+    name: str  #: the flaw
+    sigma: float  #: noise multiplier that claims epsilon = 1
+    rate: float  #: sampling rate of the claim
+    shift: float  #: how far one record moves the mean, in multiples of what the algorithm allows
+    result: TwoWorlds  #: lower bounds from the sampled releases
+    note: str  #: the case in words
+    scores: tuple[np.ndarray, np.ndarray] = field(repr=False)  #: log-likelihood ratios in both worlds, for the picture
+    claim: Curve = field(repr=False)  #: the claimed curve
 
     def curve(self, epsilons: np.ndarray) -> np.ndarray:
         """Estimate of the true delta(epsilon) = E over D' of (1 - e^(epsilon - ratio))_+."""
@@ -58,25 +47,16 @@ class Caught:
 
 @dataclass
 class Report:
-    """All that was found; reproducible from its seed.
+    """All that was found; reproducible from its seed."""
 
-    Attributes:
-        seed: Root of all randomness.
-        quick: Whether this was the short audit.
-        delta: delta of every claim.
-        epsilons: Claims audited by sampling.
-        checks: One entry per audit and trainer.
-        printed: Algorithms that are known to be unsound (`ExtraAudit` adds them): each must be caught.
-        accountants: Independent accountants side by side.
-    """
-
-    seed: int
-    quick: bool
-    delta: float
-    epsilons: tuple[float, ...]
-    checks: list[Check] = field(default_factory=list)
+    seed: int  #: root of all randomness
+    quick: bool  #: whether this was the short audit
+    delta: float  #: delta of every claim
+    epsilons: tuple[float, ...]  #: claims audited by sampling
+    checks: list[Check] = field(default_factory=list)  #: one entry per audit and trainer
+    #: algorithms that are known to be unsound (`ExtraAudit` adds them): each must be caught
     printed: list[Caught] = field(default_factory=list)
-    accountants: list[AccountantRow] = field(default_factory=list)
+    accountants: list[AccountantRow] = field(default_factory=list)  #: independent accountants side by side
 
     @property
     def failures(self) -> list[str]:
@@ -109,15 +89,10 @@ class Report:
 
 @dataclass(frozen=True)
 class ExtraAudit:
-    """An audit that the caller adds to `run_audit`, of a trainer of its own for example.
+    """An audit that the caller adds to `run_audit`, of a trainer of its own for example."""
 
-    Attributes:
-        label: What it does, for the progress bar.
-        run: Adds to the report's ``checks``, or to ``printed`` what must be caught.
-    """
-
-    label: str
-    run: Callable[[Report], None]
+    label: str  #: what it does, for the progress bar
+    run: Callable[[Report], None]  #: adds to the report's ``checks``, or to ``printed`` what must be caught
 
 
 Progress = Callable[[str, int, int], None]

@@ -75,23 +75,14 @@ class Trainer:
 
 @dataclass(frozen=True)
 class TrainerAudit:
-    """What the audit of a trainer found.
+    """What the audit of a trainer found."""
 
-    Attributes:
-        name: The trainer.
-        epsilon: Claimed.
-        delta: Claimed.
-        result: Lower bounds, and whether the claim is refuted (at a level of one false alarm in a million).
-        told_by: What told the data sets apart best in the pilot.
-        scores: Scores of the runs without and with the record.
-    """
-
-    name: str
-    epsilon: float
-    delta: float
-    result: TwoWorlds
-    told_by: str
-    scores: tuple[np.ndarray, np.ndarray]
+    name: str  #: the trainer
+    epsilon: float  #: claimed
+    delta: float  #: claimed
+    result: TwoWorlds  #: lower bounds, and whether the claim is refuted (at a level of one false alarm in a million)
+    told_by: str  #: what told the data sets apart best in the pilot
+    scores: tuple[np.ndarray, np.ndarray]  #: scores of the runs without and with the record
 
     @property
     def violation(self) -> bool:

@@ -105,22 +105,19 @@ class Piece(NamedTuple):
 class Cutter:
     """Cuts draws into pieces; their number is a public constant.
 
-    Attributes:
-        size: Rows of a piece at most, and exactly where ``shuffled``; None: a draw is dealt out to ``hands`` pieces.
-        count: Pieces of every draw; one that does not fit gets more and is never truncated.
-        shuffled: Whether records take rows by a uniform random injection into all rows of the draw.
-        hands: Pieces of a draw without a ``size``, as equal as can be: one for each process.
-
     Formal guarantees:
         A draw of at most ``size * count`` records yields ``count`` pieces, whatever it holds: what a loop does once per
         iteration says nothing about the draw (SOUNDNESS section 9). With ``shuffled`` each piece has ``size`` rows, and
         the rows of the other records have the same law with or without one record (SOUNDNESS section 8, place).
     """
 
+    #: rows of a piece at most, and exactly where ``shuffled``; None: a draw is dealt out to ``hands`` pieces
     size: int | None
-    count: int
-    shuffled: bool = False
-    hands: int = field(default=1, repr=False)  # no setting of the run: it may change on resume
+    count: int  #: pieces of every draw; one that does not fit gets more and is never truncated
+    shuffled: bool = False  #: whether records take rows by a uniform random injection into all rows of the draw
+    #: pieces of a draw without a ``size``, as equal as can be: one for each process; no setting of the run, which may
+    #: change on resume
+    hands: int = field(default=1, repr=False)
 
     def pieces_of(self, total: int) -> int:
         """The number of pieces of a draw of ``total`` records."""

@@ -33,25 +33,16 @@ _TWO_PASSES = "another pass over the loader has begun: leave one pass before the
 
 @dataclass(frozen=True, eq=False)
 class BatchInfo:
-    """What the engine has to know about the physical batch that is handed out next.
+    """What the engine has to know about the physical batch that is handed out next."""
 
-    Attributes:
-        draw: a number of its own for each draw that is handed out; one that is handed out again gets a new one.
-        piece: number of this physical batch within the draw.
-        last: whether the draw ends with this piece; only then may a step be released.
-        mask: (rows,) bool tensor, True where a row is a real record; None when all rows are.
-        rows: number of rows of the tensors.
-        place: number of this physical batch within the whole draw, of which other processes may run other pieces.
-        first: whether a pass over the data begins with it.
-    """
-
-    draw: int
-    piece: int
-    last: bool
-    mask: Tensor | None
-    rows: int
+    draw: int  #: a number of its own for each draw that is handed out; one that is handed out again gets a new one
+    piece: int  #: number of this physical batch within the draw
+    last: bool  #: whether the draw ends with this piece; only then may a step be released
+    mask: Tensor | None  #: (rows,) bool tensor, True where a row is a real record; None when all rows are
+    rows: int  #: number of rows of the tensors
+    #: number of this physical batch within the whole draw, of which other processes may run other pieces
     place: int = 0
-    first: bool = False
+    first: bool = False  #: whether a pass over the data begins with it
 
 
 class PoissonLoader:

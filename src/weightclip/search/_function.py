@@ -104,29 +104,21 @@ class SearchRun:
 class FunctionSearch:
     """A search over a training function, decided before a record is read.
 
-    Attributes:
-        place: ``path.py:function``, or the function itself (which other processes cannot be sent).
-        epsilon, delta: Budget of the whole search and the model it releases.
-        sample_rate: Probability q with which a record is in a draw.
-        steps: Most releases of one run.
-        mean_runs: Mean of the geometric number of runs.
-        score_sigma: Standard deviation of the noise on a run's score, in records.
-        seed: For experiments only; None: randomness of the operating system.
-
     Formal guarantees:
         What :meth:`search` returns is (report epsilon, delta)-DP under adding or removing one record by SOUNDNESS
         Theorem 4, if the function uses the records for nothing but `SearchRun.make_private`'s loader and a score that
         one record moves by at most 1. That every run released no more than was paid for is checked.
     """
 
+    #: ``path.py:function``, or the function itself (which other processes cannot be sent)
     place: str | Callable[[SearchRun], float]
-    epsilon: float
-    delta: float
-    sample_rate: float
-    steps: int
-    mean_runs: float = 10.0
-    score_sigma: float = 10.0
-    seed: int | None = None
+    epsilon: float  #: budget of the whole search and the model it releases
+    delta: float  #: of that budget
+    sample_rate: float  #: probability q with which a record is in a draw
+    steps: int  #: most releases of one run
+    mean_runs: float = 10.0  #: mean of the geometric number of runs
+    score_sigma: float = 10.0  #: standard deviation of the noise on a run's score, in records
+    seed: int | None = None  #: for experiments only; None: randomness of the operating system
 
     def __post_init__(self) -> None:
         check_budget(self.epsilon, self.delta, "epsilon", "delta")

@@ -14,15 +14,10 @@ SQLITE = "sqlite:///"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a search is kept.
+    """Where a search is kept."""
 
-    Attributes:
-        url: SQLAlchemy URL of the storage.
-        name: Name of the search in it.
-    """
-
-    url: str
-    name: str
+    url: str  #: SQLAlchemy URL of the storage
+    name: str  #: name of the search in it
 
     def refuse_begun(self) -> None:
         """Say early that a file is there already; a server is asked when the search begins."""

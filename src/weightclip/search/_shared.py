@@ -25,17 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shared:
-    """How a search is shared.
+    """How a search is shared."""
 
-    Attributes:
-        place: Where it is kept.
-        workers: Processes of this machine that take part.
-        resume: Whether to go on with (or help in) a search that was begun; else one is begun.
-    """
-
-    place: Place
-    workers: int = 1
-    resume: bool = False
+    place: Place  #: where it is kept
+    workers: int = 1  #: processes of this machine that take part
+    resume: bool = False  #: whether to go on with (or help in) a search that was begun; else one is begun
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= 1024:

@@ -38,17 +38,11 @@ class SearchOver(WeightclipError):
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all processes of a search must have in common.
+    """What all processes of a search must have in common."""
 
-    Attributes:
-        settings: Everything public that decides about a run, as text.
-        drawn: What was drawn before the first run.
-        cost: Noise of one run, found once: its epsilon, or its noise multiplier.
-    """
-
-    settings: str
-    drawn: Drawn
-    cost: float
+    settings: str  #: everything public that decides about a run, as text
+    drawn: Drawn  #: what was drawn before the first run
+    cost: float  #: noise of one run, found once: its epsilon, or its noise multiplier
 
     def to_json(self) -> dict[str, Any]:
         """For the storage."""

@@ -22,32 +22,19 @@ from weightclip.tabular import search as _search
 
 @dataclass(frozen=True)
 class TableSearch:
-    """A search of settings for a table, decided before a record is read.
+    """A search of settings for a table, decided before a record is read."""
 
-    Attributes:
-        file: The table.
-        target: Column to predict.
-        schema: What is publicly known of its columns.
-        regression: Whether the target is a number.
-        epsilon, delta: Budget of the whole search and the model it releases; delta None: 1/n^2, rounded down.
-        mean_runs: Mean of the geometric number of runs.
-        score_sigma: Standard deviation of the noise on a run's score, in records.
-        epochs: Passes over the data of every run; None: the estimators' own.
-        n_records: Public number of records; None: the true one is public.
-        seed: For experiments only; None: randomness of the operating system.
-    """
-
-    file: _files.File
-    target: str
-    schema: Schema
-    regression: bool
-    epsilon: float
-    delta: float | None = None
-    mean_runs: float = 10.0
-    score_sigma: float = 10.0
-    epochs: float | None = None
-    n_records: int | None = None
-    seed: int | None = None
+    file: _files.File  #: the table
+    target: str  #: column to predict
+    schema: Schema  #: what is publicly known of its columns
+    regression: bool  #: whether the target is a number
+    epsilon: float  #: budget of the whole search and the model it releases
+    delta: float | None = None  #: of that budget; None: 1/n^2, rounded down
+    mean_runs: float = 10.0  #: mean of the geometric number of runs
+    score_sigma: float = 10.0  #: standard deviation of the noise on a run's score, in records
+    epochs: float | None = None  #: passes over the data of every run; None: the estimators' own
+    n_records: int | None = None  #: public number of records; None: the true one is public
+    seed: int | None = None  #: for experiments only; None: randomness of the operating system
 
     def search(self, board: SharedBoard | None = None) -> tuple[Model, dict[str, Any]]:
         """Model and report of the run that won.

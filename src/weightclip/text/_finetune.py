@@ -41,19 +41,12 @@ _ENGINE = "text/engine"
 
 @dataclass(frozen=True, eq=False)
 class Tuned:
-    """A fine-tuned classifier of texts.
+    """A fine-tuned classifier of texts."""
 
-    Attributes:
-        model: Its last part, on the numbers that the tuned encoder gives.
-        update: What was added to the encoder.
-        report: The privacy report.
-        epsilon: ε as the engine that trained it counts it.
-    """
-
-    model: Model
-    update: Update
-    report: dict[str, Any]
-    epsilon: float
+    model: Model  #: its last part, on the numbers that the tuned encoder gives
+    update: Update  #: what was added to the encoder
+    report: dict[str, Any]  #: the privacy report
+    epsilon: float  #: ε as the engine that trained it counts it
 
 
 def fit_lora(

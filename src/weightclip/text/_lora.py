@@ -26,16 +26,11 @@ _HIDDEN = -1e4  # added to the score of what is no part of a text
 
 @dataclass(frozen=True)
 class Lora:
-    """What is trained of an encoder, all of it public.
+    """What is trained of an encoder, all of it public."""
 
-    Attributes:
-        rank: Of each update.
-        tokens: How many of a text are read, in training and in prediction; all texts are padded to so many.
-        places: Names of the dense layers that have an update, in every layer of the encoder.
-    """
-
-    rank: int = 8
-    tokens: int = 64
+    rank: int = 8  #: of each update
+    tokens: int = 64  #: how many of a text are read, in training and in prediction; all texts are padded to so many
+    #: names of the dense layers that have an update, in every layer of the encoder
     places: tuple[str, ...] = ("query", "value")
 
     def __post_init__(self) -> None:
