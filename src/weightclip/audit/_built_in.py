@@ -21,7 +21,7 @@ from weightclip.factors import Product
 from weightclip.losses import CrossEntropy
 from weightclip.noise import AdamAware, LeastVariance
 
-GELU_PEAK = math.sqrt(2)  # where GELU is steepest
+RADIUS = math.sqrt(2) * math.sqrt(6) / 0.8  # brings six numbers to where GELU is steepest, behind a gain of 0.8
 
 
 def gaussian_records(shape: tuple[int, ...]) -> Callable[[int, torch.Generator], Records]:
@@ -34,11 +34,11 @@ def token_records(n: int, generator: torch.Generator) -> Records:
     return torch.randint(0, 9, (n, 3), generator=generator), torch.randint(0, 3, (n,), generator=generator)
 
 
-def aligned(gain: float, left: Tensor, right: Tensor, rest: float = 0.9) -> Tensor:
-    """A matrix whose largest singular value is ``gain``, with these singular vectors; the others are ``rest`` of it."""
+def aligned(gain: float, left: Tensor, right: Tensor) -> Tensor:
+    """A matrix whose largest singular value is ``gain``, with these singular vectors; the others are 0.9 of it."""
     basis_left, basis_right = (torch.linalg.qr(torch.cat([v[:, None], _noise(len(v))], 1))[0] for v in (left, right))
     k = min(len(left), len(right))
-    values = torch.full((k,), gain * rest)
+    values = torch.full((k,), gain * 0.9)
     values[0] = gain
     signs = torch.sign(basis_left[:, 0] @ left) * torch.sign(basis_right[:, 0] @ right)
     matrix = basis_left[:, :k] @ torch.diag(values) @ basis_right[:, :k].T
@@ -49,12 +49,17 @@ def _noise(n: int) -> Tensor:
     return torch.randn(n, n - 1, generator=torch.Generator().manual_seed(n))
 
 
-def _set(layer: nn.Linear, weight: Tensor) -> nn.Linear:
+def _set(layer: nn.Linear | nn.Conv2d, weight: Tensor) -> nn.Module:
     with torch.no_grad():
         layer.weight.copy_(weight)
         if layer.bias is not None:
             layer.bias.zero_()
     return layer
+
+
+def _kernel(layer: nn.Conv2d, gain: float) -> nn.Module:
+    """Every weight alike: constant images pass with the full gain of the kernel."""
+    return _set(layer, torch.full_like(layer.weight, gain / layer.weight.numel()))
 
 
 def _ones(n: int) -> Tensor:
@@ -65,14 +70,12 @@ def _opposite() -> Tensor:
     return torch.tensor([1.0, -1.0]) / math.sqrt(2)
 
 
-def aligned_model(radius: float, gains: tuple[float, float, float] = (0.8, 0.5, 0.7)) -> nn.Module:
-    """Three dense layers whose certified gradient bounds are attained by one record of the given length."""
-    wide = 6
-    first = gains[0] if gains[0] else GELU_PEAK * math.sqrt(wide) / radius
+def aligned_model() -> nn.Module:
+    """Three dense layers whose certified gradient bounds are attained by one record of length ``RADIUS``."""
     return nn.Sequential(
-        _set(nn.Linear(4, wide), aligned(first, _ones(wide), _ones(4))), nn.GELU(),
-        _set(nn.Linear(wide, wide), aligned(gains[1], _ones(wide), _ones(wide))), nn.ReLU(),
-        _set(nn.Linear(wide, 2), aligned(gains[2], _opposite(), _ones(wide))),
+        _set(nn.Linear(4, 6), aligned(0.8, _ones(6), _ones(4))), nn.GELU(),
+        _set(nn.Linear(6, 6), aligned(0.5, _ones(6), _ones(6))), nn.ReLU(),
+        _set(nn.Linear(6, 2), aligned(0.7, _opposite(), _ones(6))),
     )  # fmt: skip
 
 
@@ -97,15 +100,6 @@ class _Twice(nn.Module):
         h = torch.relu(self.inner(x))
         h = x + (h + h)
         return self.last(torch.relu(self.inner(h)))
-
-
-def _kernel(layer: nn.Conv2d, gain: float) -> nn.Conv2d:
-    """Every weight alike: constant images pass with the full gain of the kernel."""
-    with torch.no_grad():
-        layer.weight.fill_(gain / layer.weight.numel())
-        if layer.bias is not None:
-            layer.bias.zero_()
-    return layer
 
 
 def _convolutions() -> nn.Module:
@@ -150,12 +144,11 @@ def _large_steps(parameters: Any) -> torch.optim.Optimizer:
 
 def subjects() -> dict[str, Subject]:
     """All built-in trainers by name."""
-    radius = GELU_PEAK * math.sqrt(6) / 0.8
     capped = CrossEntropy(cap=0.3)
-    dense, deep = gaussian_records((4,)), _seeded(lambda: aligned_model(radius))
+    dense, deep = gaussian_records((4,)), _seeded(aligned_model)
     factors = _seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)))
     everything = [
-        Subject("aligned dense net", deep, capped, Bounds(input_radius=radius), dense),
+        Subject("aligned dense net", deep, capped, Bounds(input_radius=RADIUS), dense),
         Subject("clipped weights", factors, capped, Bounds(weight_norm=0.6, input_radius=2.0), dense,
                 allocation=LeastVariance(), optimizer=_large_steps),
         Subject("radii on both factors", factors, nn.CrossEntropyLoss(),

@@ -35,10 +35,7 @@ class Canary:
 
 
 def _objects(rows: list[list[Any]]) -> np.ndarray:
-    out = np.empty((len(rows), len(rows[0])), dtype=object)
-    for i, row in enumerate(rows):
-        out[i] = row
-    return out
+    return np.array(rows, dtype=object)
 
 
 def _sides() -> tuple[np.ndarray, np.ndarray]:

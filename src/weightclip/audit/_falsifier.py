@@ -171,7 +171,7 @@ class _Search:
         self.y = labels[torch.arange(len(self.group)) % len(labels)]
         self.x = _starts(ordinary[0], len(self.group), self.radius)
         self.floating = self.x.is_floating_point()
-        self.tokens = _vocabulary(self.model)
+        self.tokens = min((m.num_embeddings for m in self.model.modules() if isinstance(m, nn.Embedding)), default=2)
 
     def squares(self, x: Tensor, y: Tensor) -> Tensor:
         """(layers,) squared norms of one record's gradient; differentiable in x."""
@@ -262,11 +262,6 @@ def _starts(ordinary: Tensor, n: int, radius: float) -> Tensor:
     x = x / x.norm(dim=1, keepdim=True).clamp(min=1e-12)
     length = radius * torch.rand(n, 1).sqrt() if math.isfinite(radius) else 10 ** (3 * torch.rand(n, 1) - 1)
     return (x * length).view(n, *shape).to(ordinary.dtype)
-
-
-def _vocabulary(model: nn.Module) -> int:
-    sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    return min(sizes, default=2)
 
 
 class _Tally:

@@ -10,7 +10,7 @@ import numpy as np
 
 from weightclip.accounting import gdp_delta, gdp_mu
 from weightclip.audit._accountants import write_accountants
-from weightclip.audit._checks import FALSIFIER, ONE_RUN, ONE_STEP, RELEASES, TWO_WORLDS, Check, gdp_estimate_of
+from weightclip.audit._checks import FALSIFIER, ONE_RUN, ONE_STEP, RELEASES, TWO_WORLDS, gdp_estimate_of
 from weightclip.audit._falsifier import Falsification
 from weightclip.audit._trainer import TrainerAudit
 
@@ -85,11 +85,13 @@ def audit_figure(report: Report, path: Path) -> Path:
 
 def _exact_curves(ax: Axes, report: Report) -> None:
     """Claimed delta(epsilon) of one step, and the exact ones of the worst pair of every trainer."""
+    from matplotlib import colormaps
+
     shifts = [c.measured for c in report.checks if c.audit == ONE_STEP]
-    for i, target in enumerate(report.epsilons):
+    colours = colormaps["viridis"](np.linspace(0.15, 0.85, len(report.epsilons)))
+    for target, colour in zip(report.epsilons, colours, strict=True):
         sigma = 1 / gdp_mu(target, report.delta)
         grid = np.linspace(0, 1.6 * target, 80)
-        colour = _shade(i, len(report.epsilons))
         for shift in shifts:
             mu = min(shift, 1e3) / sigma
             ax.plot(grid, [max(gdp_delta(mu, e), 1e-12) for e in grid], color=colour, lw=0.8, alpha=0.5)
@@ -113,7 +115,7 @@ def _lower_bounds(ax: Axes, report: Report) -> None:
     styles = {RELEASES: ("o", _FOUND, "one step, sampled"), TWO_WORLDS: ("s", "#52796f", "whole runs, two worlds"),
               ONE_RUN: ("^", "#bc6c25", "one run, many canaries")}  # fmt: skip
     for place, (audit, (marker, colour, label)) in enumerate(styles.items()):
-        mine = [c for c in report.checks if c.audit == audit and _rate(c) == 1.0]
+        mine = [c for c in report.checks if c.audit == audit and c.details["rate"] == 1.0]
         x = np.array([c.allowed for c in mine]) * (1 + 0.03 * (place - 1))
         if len(mine):
             ax.plot(x, [c.measured for c in mine], marker, color=colour, label=f"{label}: 95% lower bound")
@@ -164,16 +166,6 @@ def printed_figure(case: Caught, path: Path) -> Path:
     right.legend(fontsize=8, loc="upper right")
     figure.suptitle(f"{case.name}: {case.note}", fontsize=10, x=0.01, ha="left")
     return _save(figure, path)
-
-
-def _rate(check: Check) -> float:
-    return float(check.details["rate"])
-
-
-def _shade(i: int, n: int) -> Any:
-    import matplotlib
-
-    return matplotlib.colormaps["viridis"](0.15 + 0.7 * i / max(1, n - 1))
 
 
 def trainer_figure(found: TrainerAudit, path: Path) -> Path:

@@ -18,9 +18,9 @@ import torch
 from scipy import stats
 from torch import nn
 
-from weightclip.accounting import calibrate_sigma, gdp_epsilon
+from weightclip.accounting import calibrate_sigma
 from weightclip.audit._releases import claimed_curve
-from weightclip.audit._statistics import ALARM, SHOWN, Curve
+from weightclip.audit._statistics import ALARM, SHOWN, Curve, gaussian_epsilon
 from weightclip.audit._subject import Subject
 from weightclip.certificate import Bounds
 from weightclip.losses import CrossEntropy
@@ -101,8 +101,8 @@ def judge(
     spread = math.sqrt((s[b].var() + s[~b].var()) / 2)
     mu = max(0.0, float(s[b].mean() - s[~b].mean()) / spread) if spread > 0 else math.inf
     return OneRun(
-        m, guesses, correct, rate, steps, epsilon_claimed, lower, gdp_epsilon(mu_lower, delta) if mu_lower > 0 else 0.0,
-        mu, gdp_epsilon(mu, delta) if 0 < mu < 1e3 else 0.0, refuted(curve_inverse(claim), m, guesses, correct, ALARM),
+        m, guesses, correct, rate, steps, epsilon_claimed, lower, gaussian_epsilon(mu_lower, delta),
+        mu, gaussian_epsilon(mu, delta), refuted(curve_inverse(claim), m, guesses, correct, ALARM),
     )  # fmt: skip
 
 

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from scipy import stats
 
-from weightclip.accounting import gdp_delta, gdp_epsilon
+from weightclip.accounting import gdp_delta
 from weightclip.audit._neighbours import Neighbours
-from weightclip.audit._statistics import ALARM
+from weightclip.audit._statistics import ALARM, gaussian_epsilon
 from weightclip.audit._subject import TOLERANCE, AuditRun, Records, Subject, frozen_sgd
 from weightclip.noise import KNorm
 
@@ -65,8 +65,7 @@ class StepLaw:
 
     def epsilon(self, sigma: float, delta: float) -> float:
         """Exact epsilon of the worst pair."""
-        mu = self.worst.shift / sigma
-        return gdp_epsilon(mu, delta) if math.isfinite(mu) and mu < 1e3 else math.inf
+        return gaussian_epsilon(self.worst.shift / sigma, delta)
 
 
 def step_law(subject: Subject, pairs: Sequence[Neighbours], seed: int = 0) -> StepLaw:

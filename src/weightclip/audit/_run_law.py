@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from weightclip.accounting import gdp_epsilon
-from weightclip.audit._statistics import ALARM, Normality, check_normal
+from weightclip.audit._statistics import ALARM, Normality, check_normal, gaussian_epsilon
 from weightclip.audit._subject import TOLERANCE, AuditRun, Records, Subject, joined
 from weightclip.errors import UncountedReleases
 
@@ -126,8 +125,7 @@ def run_law(
         subject.name, sigma, _normal(np.stack(residuals), noisy.engine.training.release.sizes),
         _dependence(np.stack(residuals), np.stack(signals)),
         max(s if math.isfinite(s) else math.inf for s in shifts), _sampling(with_it, np.array(shifts) > 1e-6),
-        gdp_epsilon(mu, delta) if 0 < mu < 1e3 else (0.0 if mu == 0 else math.inf),
-        charged_by.engine.get_epsilon(delta), fresh, steps, charged_by.engine.steps,
+        gaussian_epsilon(mu, delta), charged_by.engine.get_epsilon(delta), fresh, steps, charged_by.engine.steps,
     )  # fmt: skip
 
 

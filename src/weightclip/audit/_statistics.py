@@ -28,6 +28,11 @@ ALARM = 1e-6
 _GRID = (0.0, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 
 
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """epsilon of a mu-GDP mechanism, also where mu is 0 or beyond all measure."""
+    return gdp_epsilon(mu, delta) if mu < 1e3 else math.inf
+
+
 def clopper_pearson(successes: int, trials: int, alpha: float) -> tuple[float, float]:
     """Exact bounds of a binomial proportion, each of them wrong with probability at most ``alpha``."""
     low = 0.0 if successes == 0 else float(stats.beta.ppf(alpha, successes, trials - successes + 1))
@@ -69,8 +74,7 @@ def compare(scores0: np.ndarray, scores1: np.ndarray, delta: float, claim: Curve
     gap = float(s1.mean() - s0.mean())
     mu = max(0.0, gap / spread) if spread > 0 else (math.inf if gap > 0 else 0.0)
     excess = -math.inf if claim is None else _excess(train, test, claim)
-    epsilon_gdp = gdp_epsilon(mu, delta) if 0 < mu < 1e3 else (0.0 if mu == 0 else math.inf)
-    return TwoWorlds(lower, mu, mu_lower, epsilon_gdp, delta, len(s0), excess > 0, excess)
+    return TwoWorlds(lower, mu, mu_lower, gaussian_epsilon(mu, delta), delta, len(s0), excess > 0, excess)
 
 
 def _thresholds(train: tuple[np.ndarray, np.ndarray], count: int) -> np.ndarray:

@@ -5,7 +5,6 @@ Everything goes through the real :class:`weightclip.PrivacyEngine` and the ordin
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -138,7 +137,8 @@ class AuditRun:
             if self.subject.views > 1:
                 x = torch.stack([(1 + m) * x for m in range(self.subject.views)], 1).flatten(0, 1)
             self.optimizer.zero_grad()
-            with self._precision():
+            kind = self.subject.autocast
+            with torch.autocast("cpu", dtype=kind, enabled=kind is not None):
                 loss = self.criterion(self.model(x), y)
             loss.backward()
             self.optimizer.step()
@@ -149,21 +149,12 @@ class AuditRun:
     def raw_step(self) -> Tensor:
         """As :meth:`step`, but the release times b without units: the sum itself where there is no noise."""
         self.step()
-        return self.subject.batch * torch.cat([b.parameter.grad.double().flatten() if b.parameter.grad is not None
-                                               else torch.zeros(b.parameter.numel(), dtype=torch.float64)
-                                               for b in self.engine.training.release.blocks])  # fmt: skip
-
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        kind = self.subject.autocast
-        return contextlib.nullcontext() if kind is None else torch.autocast("cpu", dtype=kind)
+        return self.subject.batch * torch.cat([_gradient(b) for b in self.engine.training.release.blocks])
 
     def released(self) -> Tensor:
         """The last release in units."""
-        parts = []
-        for block, unit in zip(self.engine.training.release.blocks, self.block_units(), strict=True):
-            grad = block.parameter.grad
-            value = torch.zeros_like(block.parameter) if grad is None else grad
-            parts.append(value.detach().double().flatten() * (self.subject.batch * block.beta / unit))
+        blocks, units = self.engine.training.release.blocks, self.block_units()
+        parts = [_gradient(b) * (self.subject.batch * b.beta / u) for b, u in zip(blocks, units, strict=True)]
         if self._quantiles is not None:
             parts.append(self._counts())
         return torch.cat(parts)
@@ -211,6 +202,12 @@ class AuditRun:
         """Put other records of the same shapes into the data set."""
         self.x.copy_(data[0])
         self.y.copy_(data[1])
+
+
+def _gradient(block: Any) -> Tensor:
+    """What was released of one parameter; zeros where nothing was."""
+    parameter = block.parameter
+    return (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).detach().double().flatten()
 
 
 def units_of(engine: PrivacyEngine, sensitivities: Tensor) -> list[float]:

@@ -135,11 +135,11 @@ class Bounds:
                 raise WeightclipError("Bounds.max_grad_norm and joint_cap are one thing: give one of them.")
             object.__setattr__(self, "joint_cap", self.max_grad_norm)
             object.__setattr__(self, "max_grad_norm", None)  # one thing, kept once: copies of these bounds stay valid
-        if self.limit is not None and self.joint_cap is not None and not isinstance(self.joint_cap, Mapping):
+        if self.limit is not None and self._on_all("joint_cap"):
             raise WeightclipError("Bounds.limit=Certified() and a cap on all layers exclude each other: give one.")
         if self.p not in (1, 2, math.inf):
             raise WeightclipError(f"Bounds.p must be 1, 2 or inf, got {self.p!r}.")
-        if self.joint_cap is not None and not isinstance(self.joint_cap, Mapping) and self.layer_cap is not None:
+        if self._on_all("joint_cap") and self.layer_cap is not None:
             raise WeightclipError("Bounds.joint_cap already caps every layer: leave layer_cap out.")
         if isinstance(self.caps, Mapping):
             object.__setattr__(self, "caps", {path: CapNorm(kind) for path, kind in self.caps.items()})
@@ -154,19 +154,22 @@ class Bounds:
             return self
         return replace(self, joint_cap=_DEFAULT_CAP)
 
+    def _on_all(self, name: str) -> bool:
+        """Whether this field is set for every layer alike."""
+        return getattr(self, name) is not None and not isinstance(getattr(self, name), Mapping)
+
     def limits_all(self) -> bool:
         """Whether every layer has a limit that asks nothing of the loss: a cap, or radii on both factors."""
-        whole = {name: getattr(self, name) is not None and not isinstance(getattr(self, name), Mapping)
-                 for name in ("joint_cap", "layer_cap", "layer_radius", "cotangent_radius")}  # fmt: skip
-        return whole["joint_cap"] or whole["layer_cap"] or (whole["layer_radius"] and whole["cotangent_radius"])
+        radii = self._on_all("layer_radius") and self._on_all("cotangent_radius")
+        return self._on_all("joint_cap") or self._on_all("layer_cap") or radii
 
     def is_open(self) -> bool:
         """Whether no limit asks for a certificate, so that any model of known layers can be trained untraced."""
         if self.p != 2 or not self.limits_all():
             return False
-        joint = self.joint_cap is not None and not isinstance(self.joint_cap, Mapping)
         # elsewhere these may certify less than the limit, and the noise is scaled for the smaller of the two
-        return joint or (self.weight_norm is None and self.input_radius is None and self.limit is None)
+        certifying = (self.weight_norm, self.input_radius, self.limit)
+        return self._on_all("joint_cap") or all(value is None for value in certifying)
 
     def of(self, name: str, path: str) -> float | None:
         """The value of field ``name`` for the layer called ``path``."""

@@ -7,6 +7,7 @@ the way: every activation keeps the symbolic record dimension in front, and each
 
 from __future__ import annotations
 
+import inspect
 import operator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -84,9 +85,10 @@ def _two_records(value: Any) -> Any:
 def _export(model: nn.Module, args: tuple[Any, ...]) -> torch.export.ExportedProgram:
     records = torch.export.Dim("records", min=2, max=2**31)
     shapes = tuple({0: records} if isinstance(a, Tensor) else None for a in args)
+    varargs = any(q.kind is q.VAR_POSITIONAL for q in inspect.signature(model.forward).parameters.values())
     try:
         with plain_forward():
-            return torch.export.export(model, args, dynamic_shapes=(shapes,) if _takes_varargs(model) else shapes)
+            return torch.export.export(model, args, dynamic_shapes=(shapes,) if varargs else shapes)
     except CertificationError:
         raise
     except Exception as error:  # torch.export raises many unrelated types
@@ -95,12 +97,6 @@ def _export(model: nn.Module, args: tuple[Any, ...]) -> torch.export.ExportedPro
             "the model could not be turned into a graph (data-dependent control flow, a fixed batch size, or an "
             f"operator torch.export does not know): {text[0] if text else type(error).__name__}"
         ) from error
-
-
-def _takes_varargs(model: nn.Module) -> bool:
-    import inspect
-
-    return any(q.kind is q.VAR_POSITIONAL for q in inspect.signature(model.forward).parameters.values())
 
 
 def _refuse_modules(model: nn.Module) -> None:
@@ -129,11 +125,8 @@ class _Contraction:
         self.names = {module: path for path, module in model.named_modules()}  # one name per module, also if it has two
         signature = program.graph_signature
         self.parameters: dict[str, str] = dict(signature.inputs_to_parameters)
-        self.constants: dict[str, Tensor] = {}
-        for node_name, target in signature.inputs_to_buffers.items():
-            self.constants[node_name] = _lookup(program, target)
-        for node_name, target in getattr(signature, "inputs_to_lifted_tensor_constants", {}).items():
-            self.constants[node_name] = _lookup(program, target)
+        kept = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+        self.constants: dict[str, Tensor] = {name: _lookup(program, target) for name, target in kept.items()}
         self.user_inputs = set(signature.user_inputs)
         self.nodes: list[Node] = []
         self.index: dict[fx.Node, int] = {}  # activation -> node index
@@ -227,7 +220,8 @@ class _Contraction:
                 if value.name in self.constants:
                     return self.constants[value.name]
                 if isinstance(value.meta.get("val"), Tensor):
-                    return _derived_constant(self.program, value)
+                    fix = "compute it once and keep it as a buffer"
+                    raise self._no_rule(value, "computes a constant tensor inside forward", fix)
                 size = value.meta.get("val", value)
                 if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) and packet not in _TAKE_SIZES:
                     raise self._no_rule(node, "depends on the number of records in the batch", "use a constant")
@@ -346,8 +340,8 @@ def _has_tensor(node: fx.Node) -> bool:
 
 def _refuse_hooks(path: str, module: nn.Module) -> None:
     for hook in forward_hooks(module):
-        if type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
-            name = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}[type(hook).__name__]
+        name = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}.get(type(hook).__name__)
+        if name is not None:
             raise CertificationError(
                 f"module '{path}' recomputes its weight by torch.nn.utils.{name}: clipping the original does not "
                 f"bound the effective weight. Fix: torch.nn.utils.remove_{name}(module), and "
@@ -364,10 +358,3 @@ def _lookup(program: torch.export.ExportedProgram, target: str) -> Tensor:
         if target in table and isinstance(table[target], Tensor):
             return cast(Tensor, table[target])
     raise CertificationError(f"buffer '{target}' of the model was not found.")
-
-
-def _derived_constant(program: torch.export.ExportedProgram, node: fx.Node) -> Any:
-    raise CertificationError(
-        f"node '{node.name}' ({node.target}) computes a constant tensor inside forward. "
-        "Fix: compute it once and keep it as a buffer."
-    )

@@ -48,6 +48,11 @@ class LayerUse:
         return math.prod(self.inside) + math.prod(self.outside)
 
 
+def unbounded(value: Scalar) -> bool:
+    """Whether it is infinite; a tensor counts as finite, so that nothing waits for the device."""
+    return isinstance(value, float) and math.isinf(value)
+
+
 def enforced_to(use: LayerUse) -> float:
     """What float32 norms and scales leave of a limit that is enforced on one use."""
     return 1 + (use.size + 64) * _U

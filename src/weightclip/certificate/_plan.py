@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from weightclip.bounds import Numerics, Scalar, least, plus, times
 from weightclip.certificate._bounds import Bounds
 from weightclip.certificate._graph import Graph, trace
-from weightclip.certificate._open import AnyPlan, Certificate, Evaluation, LayerUse, enforced_to
+from weightclip.certificate._open import AnyPlan, Certificate, Evaluation, LayerUse, enforced_to, unbounded
 from weightclip.errors import CertificationError
 from weightclip.factors import Measure
 from weightclip.losses import Loss, recognise
 
 _U = 2.0**-24
+_ENFORCED = ("layer_cap", "joint_cap", "layer_radius", "cotangent_radius")  # limits on a layer's factors or gradient
 
 
 class Plan(AnyPlan):
@@ -35,12 +36,10 @@ class Plan(AnyPlan):
     def __init__(self, model: nn.Module, graph: Graph, bounds: Bounds, loss_bound: float) -> None:
         self.model, self.graph, self.bounds, self.loss_bound = model, graph, bounds, loss_bound
         refuse_shared(model)
-        self.layers = {
-            path: uses
-            for path, uses in graph.layers().items()
-            if any(q.requires_grad for q in model.get_submodule(path).parameters(recurse=False))
-        }
-        reached = {id(q) for path in self.layers for q in model.get_submodule(path).parameters(recurse=False)}
+        uses_of = graph.layers()
+        own = {path: list(model.get_submodule(path).parameters(recurse=False)) for path in uses_of}
+        self.layers = {path: uses for path, uses in uses_of.items() if any(q.requires_grad for q in own[path])}
+        reached = {id(q) for path in self.layers for q in own[path]}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and id(parameter) not in reached:
                 raise CertificationError(
@@ -51,8 +50,7 @@ class Plan(AnyPlan):
             raise CertificationError("the model has no trainable parameters: nothing to make private.")
         for path, uses in self.layers.items():
             rule, module = graph.nodes[uses[0]].layer, model.get_submodule(path)
-            limits = ("layer_radius", "cotangent_radius", "layer_cap", "joint_cap")
-            asked = [name for name in limits if bounds.of(name, path) is not None]
+            asked = [name for name in _ENFORCED if bounds.of(name, path) is not None]
             if asked and rule is not None and not rule.in_product:
                 raise CertificationError(
                     f"layer '{path}' ({type(module).__name__}) has no in-product form, which {asked[0]} needs. "
@@ -69,7 +67,7 @@ class Plan(AnyPlan):
         }  # fmt: skip
         # gains are taken at a layer's first use, and norms grow with the input
         self._like_first = {
-            i for uses in graph.layers().values() for i in uses
+            i for uses in uses_of.values() for i in uses
             if graph.nodes[i].op.shapes == graph.nodes[uses[0]].op.shapes
         }  # fmt: skip
         ops = {i: graph.nodes[i].op for uses in self.layers.values() for i in uses}
@@ -91,11 +89,12 @@ class Plan(AnyPlan):
         b = self.bounds
         if b.weight_norm is not None or b.p != 2:
             return True
-        for k in self.layers:
-            capped = b.of("layer_cap", k) is not None or b.of("joint_cap", k) is not None
-            if not capped and (b.of("layer_radius", k) is None or b.of("cotangent_radius", k) is None):
-                return True
-        return False
+
+        def bounded(path: str) -> bool:
+            cap, joint, x, cotangent = (b.of(name, path) is not None for name in _ENFORCED)
+            return cap or joint or (x and cotangent)
+
+        return not all(map(bounded, self.layers))
 
     def uses(self, path: str) -> list[LayerUse]:
         """The uses of a trainable layer."""
@@ -159,7 +158,7 @@ class Plan(AnyPlan):
             module = node.op.module
             at_hand = self._at_hand(i, known)
             c2 = _host(node.layer.gain(module, node.op, 2, numerics) if at_hand is None else at_hand)
-            if isinstance(c2, float) and math.isinf(c2):  # not wanted: every layer's factors are bounded
+            if unbounded(c2):  # not wanted: every layer's factors are bounded
                 gains.append((c2,))
                 outputs.append(c2)
                 continue
@@ -171,7 +170,7 @@ class Plan(AnyPlan):
     def _at_hand(self, index: int, known: Mapping[str, Scalar]) -> Scalar | None:
         """A gain that need not be recomputed."""
         found = known.get(self.graph.nodes[index].op.path)
-        return found if index in self._like_first or (isinstance(found, float) and math.isinf(found)) else None
+        return found if index in self._like_first or (unbounded(found)) else None
 
     def inputs(self, index: int, outputs: list[Scalar]) -> list[Scalar]:
         """l2 bounds of a node's inputs, after the projection its module may have.
@@ -193,14 +192,13 @@ class Plan(AnyPlan):
         for i, node in enumerate(nodes):
             floating = [e for e in node.edges if nodes[e].op.floating]
             behind = [source[e] for e in floating if source[e] is not None]
-            unbounded = any(isinstance(outputs[e], float) and math.isinf(outputs[e]) for e in floating)
+            unbounded = any(unbounded(outputs[e]) for e in floating)
             source.append(behind[0] if behind else (i if unbounded else None))
         first = source[self.graph.output]
         if first is None:
             return
-        enforced = ("layer_radius", "cotangent_radius", "layer_cap", "joint_cap")
         for path in self.layers:
-            if all(self.bounds.of(name, path) is None for name in enforced):
+            if all(self.bounds.of(name, path) is None for name in _ENFORCED):
                 op = nodes[first].op
                 raise CertificationError(
                     f"layer '{path}': the input of node '{op.name}' ({op.kind}) has no bound, so a record may overflow "
@@ -243,7 +241,7 @@ class Plan(AnyPlan):
             if joint is not None:  # uses of one layer are summed before the cap, so it stands for all of them
                 options = [joint / len(uses)]
             delta = least(*options) if len(options) > 1 else options[0]
-            if cap is None and isinstance(delta, float) and math.isinf(delta):
+            if cap is None and unbounded(delta):
                 raise CertificationError(self._why_infinite(path, i, outputs, cotangents, gains))
             total = plus(total, delta)
             x_bound = _greatest(x_bound, x)
@@ -260,10 +258,10 @@ class Plan(AnyPlan):
         assert layer is not None and op.module is not None
         needed = self.bounds.of("layer_radius", path) is None  # an embedding's factor needs no bound of its input
         factor = layer.factor(op.module, op, x, 1.0, 2) if needed else 0.0
-        if isinstance(factor, float) and math.isinf(factor) and isinstance(x, float) and math.isinf(x):
+        if unbounded(factor) and unbounded(x):
             before = index
             while nodes[before].edges:
-                infinite = [e for e in nodes[before].edges if isinstance(outputs[e], float) and math.isinf(outputs[e])]
+                infinite = [e for e in nodes[before].edges if unbounded(outputs[e])]
                 if not infinite:
                     op = nodes[before].op
                     return (f"layer '{path}': its input has no bound, because node '{op.name}' ({op.kind}) has none. "
@@ -276,7 +274,7 @@ class Plan(AnyPlan):
             return (f"layer '{path}': its input has no bound, because the model's input '{op.name}' has no radius. "
                     f"Fix: set input_radius, or {radius}.")  # fmt: skip
         for i in range(index + 1, len(nodes)):
-            if any(isinstance(g, float) and math.isinf(g) for g in gains[i]):
+            if any(unbounded(g) for g in gains[i]):
                 op = nodes[i].op
                 return (f"layer '{path}': the gradient that reaches it has no bound, because node '{op.name}' "
                         f"({op.kind}) has no finite gain. Fix: set Bounds.cotangent_radius for '{path}'.")  # fmt: skip
@@ -295,7 +293,7 @@ def _host(value: Scalar) -> Scalar:
 
 def _greatest(a: Scalar, b: Scalar) -> Scalar:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        if any(isinstance(v, float) and math.isinf(v) for v in (a, b)):
+        if unbounded(a) or unbounded(b):
             return math.inf
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             return torch.maximum(a, b)

@@ -120,19 +120,15 @@ def _show(report: Report, console: Console) -> None:
             rate, estimate = c.details.get("rate"), gdp_estimate_of(c)
             numbers = (rate, c.allowed, c.measured, estimate)
             shown = ("" if value is None or math.isnan(value) else f"{value:.3g}" for value in numbers)
-            bounds.add_row(f"{c.audit}, {c.subject}", *shown, _verdict(c))
+            verdict = "[red]violation[/red]" if c.violation else "[green]ok[/green]"
+            bounds.add_row(f"{c.audit}, {c.subject}", *shown, verdict)
     console.print(bounds)
-    if not report.printed:
-        return _accountants(report, console)
-    printed = table("The algorithm as printed, claimed epsilon = 1", "flaw", "shift", "95% lower", "")
-    for case in report.printed:
-        caught = "[green]caught[/green]" if case.result.violation else "[red]missed[/red]"
-        printed.add_row(case.name, f"{case.shift:.3g}", f"{case.result.epsilon_lower:.3g}", caught)
-    console.print(printed)
-    _accountants(report, console)
-
-
-def _accountants(report: Report, console: Console) -> None:
+    if report.printed:
+        printed = table("The algorithm as printed, claimed epsilon = 1", "flaw", "shift", "95% lower", "")
+        for case in report.printed:
+            caught = "[green]caught[/green]" if case.result.violation else "[red]missed[/red]"
+            printed.add_row(case.name, f"{case.shift:.3g}", f"{case.result.epsilon_lower:.3g}", caught)
+        console.print(printed)
     wrong = sum(bool(r.disagreement) for r in report.accountants)
     console.print(f"independent accountants: {len(report.accountants)} settings, {wrong} disagreements")
 
@@ -141,10 +137,6 @@ def _cell(check: Check | None) -> str:
     if check is None:
         return ""
     return f"{check.measured:.3f}" + (" [red]violation[/red]" if check.violation else "")
-
-
-def _verdict(check: Check) -> str:
-    return "[red]violation[/red]" if check.violation else "[green]ok[/green]"
 
 
 @contextlib.contextmanager

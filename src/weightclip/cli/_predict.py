@@ -71,10 +71,9 @@ def _write(model, source, file: IO[str], proba: bool, as_json: bool) -> None:
         unknown.update(model.encoder.unknown(values))
         if model.task == "classification":
             p = model.probabilities(values)
-            labels = [model.classes[i] for i in p.argmax(axis=1)]
-            lines = [[label, *(f"{v:.6g}" for v in q)] for label, q in zip(labels, p, strict=True)] if proba else [
-                [label] for label in labels
-            ]  # fmt: skip
+            lines = [[model.classes[i]] for i in p.argmax(axis=1)]
+            if proba:
+                lines = [[*line, *(f"{v:.6g}" for v in q)] for line, q in zip(lines, p, strict=True)]
         else:
             lines = [[float(v)] for v in model.regress(values)]
         if as_json:
@@ -117,16 +116,11 @@ def _whole_file(path: Path) -> Iterator[IO[str]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
+        os.umask(mask := os.umask(0o077))  # the only way to read it
+        os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, path)
     except OSError as error:
         raise WeightclipError(f"--out {path}: cannot write it ({error.strerror or error}).") from error
     finally:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

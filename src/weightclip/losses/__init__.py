@@ -17,18 +17,3 @@ from weightclip.losses._elementwise import Huber as Huber
 from weightclip.losses._elementwise import MultiMargin as MultiMargin
 from weightclip.losses._elementwise import SmoothL1 as SmoothL1
 from weightclip.losses._recognise import recognise as recognise
-
-__all__ = [
-    "MSE",
-    "BCEWithLogits",
-    "CausalLM",
-    "Cosine",
-    "CrossEntropy",
-    "Huber",
-    "L1",
-    "Loss",
-    "MultiMargin",
-    "PerRecordLoss",
-    "SmoothL1",
-    "recognise",
-]

@@ -18,11 +18,9 @@ TAIL = 1e-25  # chance that one draw holds more than b_max records, charged to d
 def poisson_indices(rng: np.random.Generator, q: float, n: int) -> np.ndarray:
     """Indices below `n`, each included independently with probability `q`, in increasing order.
 
-    The gap between neighbours has P(gap > k) = (1 − q)^k. It is built as 1 + j + B·m with B a power of two near 1/q:
-    the law factorises over j < B and m, so m is read off an exponential at resolution B·λ ≈ 1 and j is a uniform
-    *integer*, accepted with probability (1 − q)^j ≥ 1/e. Reading a gap off one double instead would resolve a gap of
-    10⁹ to seven digits only. Time and memory are O(q·n); the stream is consumed in a way that depends on `q` alone, so
-    the indices below m are the same for every n ≥ m.
+    A gap is built as 1 + j + B·m with B a power of two near 1/q (SOUNDNESS Theorem 26): read off one double, a gap of
+    10⁹ would be resolved to seven digits only. Time and memory are O(q·n); the stream is consumed in a way that depends
+    on `q` alone, so the indices below m are the same for every n ≥ m.
 
     Formal guarantees: for an ideal `rng` the inclusion indicators are i.i.d. Bernoulli(q), up to about 10⁻¹⁵ in total
     variation per gap; removing the last record changes no other indicator. `q` is public; `n` only cuts the sequence.
@@ -62,11 +60,10 @@ def largest_batch(batch: float, q: float, n: int) -> int:
         q: inclusion probability (public).
         n: number of records (private); read only to see whether the declared size is believable.
 
-    The quantile is that of a Poisson variable of mean m = b + 1, one record more. Binomial(n, q) is below it in the
-    upper tail where q n <= m: P(Bin(n, q) > k) <= P(Poi(q n) > k) for k >= q n (Anderson and Samuels 1967, theorem
-    2.1), and the Poisson tail grows with its mean. The tail above k is below pmf(k + 1)/(1 - m/(k + 2)), a geometric
-    series. Where q n exceeds b + 1 by declaration (b was chosen far too small), the least power of four takes the
-    place of b and is thereby declared public; a data set of the declared size and its neighbours never get there.
+    The quantile is that of a Poisson variable of mean m = b + 1, whose tail above k is below
+    pmf(k + 1)/(1 - m/(k + 2)), a geometric series. Where q n exceeds b + 1 by declaration (b was chosen far too small),
+    the least power of four takes the place of b and is thereby declared public; a data set of the declared size and its
+    neighbours never get there. Proof: SOUNDNESS Theorem 27.
 
     Formal guarantees:
         Let V be the records of a draw other than the one in question. |V| < b_max but for a probability of 1e-25, and
@@ -137,9 +134,7 @@ class Cutter:
                 part = np.arange(low, high) if drawn is None else drawn[low:high]
             yield Piece(draw, number, number == count - 1, part, None)
 
-    def _scattered(
-        self, draw: int, drawn: np.ndarray, count: int, rng: np.random.Generator | None
-    ) -> Iterator[Piece]:  # fmt: skip
+    def _scattered(self, draw: int, drawn: np.ndarray, count: int, rng: np.random.Generator | None) -> Iterator[Piece]:
         assert self.size is not None and rng is not None
         slots = rng.permutation(count * self.size)[: drawn.size]
         order = np.argsort(slots)  # within a piece by row
