@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from tests.sampling_kit import Numbers, Spy, draws, poisson, tensors
 
-from weightclip.sampling._draws import Cutter, largest_batch
-from weightclip.sampling._loader import poisson_indices
+from weightclip.sampling._draws import Cutter, largest_batch, poisson_indices
 
 # The law of the draws -------------------------------------------------------------------------------------------------
 

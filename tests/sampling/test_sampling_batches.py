@@ -26,7 +26,8 @@ from torch.utils.data import (
 
 from weightclip.errors import ContractError, WeightclipError
 from weightclip.noise._streams import Streams
-from weightclip.sampling._loader import ArrayDataset, BatchInfo, PoissonLoader
+from weightclip.sampling import ArrayDataset
+from weightclip.sampling._loader import BatchInfo, PoissonLoader
 
 # Empty draws ----------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,29 +127,22 @@ def _normalisation() -> nn.Module:
     )  # fmt: skip
 
 
-def _standardised() -> nn.Module:
-    return nn.Sequential(
-        wnn.StandardizedConv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(50, 2)
-    )  # fmt: skip
-
-
 def _one_layer() -> nn.Module:
     return _set(nn.Linear(4, 2, bias=False), aligned(1.0, _opposite(), _ones(4)))
-
-
-def _large_steps(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=2.0)
 
 
 def subjects() -> dict[str, Subject]:
     """All built-in trainers by name."""
     capped = CrossEntropy(cap=0.3)
     dense, deep = gaussian_records((4,)), _seeded(aligned_model)
+    standardised = _seeded(
+        lambda: nn.Sequential(wnn.StandardizedConv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(50, 2))
+    )
     factors = _seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)))
     everything = [
         Subject("aligned dense net", deep, capped, Bounds(input_radius=RADIUS), dense),
         Subject("clipped weights", factors, capped, Bounds(weight_norm=0.6, input_radius=2.0), dense,
-                allocation=LeastVariance(), optimizer=_large_steps),
+                allocation=LeastVariance(), optimizer=lambda weights: torch.optim.SGD(weights, lr=2.0)),
         Subject("radii on both factors", factors, nn.CrossEntropyLoss(),
                 Bounds(layer_radius=1.5, cotangent_radius=0.2, bias_scale=0.5), dense, allocation=AdamAware()),
         Subject("joint cap", factors, nn.CrossEntropyLoss(), Bounds(joint_cap=1.0), dense),
@@ -168,8 +160,7 @@ def subjects() -> dict[str, Subject]:
                 Bounds(layer_radius=1.5, cotangent_radius=0.2, adaptive=Adaptive(noise=4.0)), dense),
         Subject("three views of each record", factors, nn.CrossEntropyLoss(),
                 Bounds(layer_radius=1.5, cotangent_radius=0.2), dense, views=3),
-        Subject("standardised kernels", _seeded(_standardised), capped, Bounds(input_radius=2.0),
-                gaussian_records((1, 5, 5))),
+        Subject("standardised kernels", standardised, capped, Bounds(input_radius=2.0), gaussian_records((1, 5, 5))),
         Subject("bfloat16 autocast", factors, nn.CrossEntropyLoss(), Bounds(layer_radius=1.5, cotangent_radius=0.2),
                 dense, autocast=torch.bfloat16),
     ]  # fmt: skip

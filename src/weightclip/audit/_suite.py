@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from weightclip.audit._built_in import subjects
 from weightclip.audit._checks import FULL, QUICK, Check, Examination, json_ready, one_run_check
 from weightclip.audit._estimators import canaries, estimator_check
 from weightclip.audit._statistics import Curve, TwoWorlds
+from weightclip.engine import version_of_package
 
 PRINTED_AT_LEAST = 5.0
 """What the audits must show of the printed algorithm, which claims 1: less would mean that they have gone blind."""
@@ -77,7 +77,7 @@ class Report:
         accountants = [{**asdict(r), "disagreement": r.disagreement} for r in self.accountants]
         return json_ready({
             "seed": self.seed, "quick": self.quick, "delta": self.delta, "epsilons": list(self.epsilons),
-            "versions": {name: _version(name) for name in ("weightclip", "torch", "dp-accounting")},
+            "versions": {name: version_of_package(name) for name in ("weightclip", "torch", "dp-accounting")},
             "failures": self.failures, "checks": [asdict(c) for c in self.checks], "printed": printed,
             "accountants": accountants,
         })  # fmt: skip
@@ -166,22 +166,8 @@ def _tasks(report: Report) -> list[tuple[str, Callable[[], None]]]:
     else:
         check("random draws: two worlds", lambda: sharp.two_worlds(first, 0.25))
 
+    fits, grid = (70, SHORT_GRID) if report.quick else (400, GRID)
     for canary in canaries():
-        runs = 70 if report.quick else 400
-        check(
-            f"estimators: {canary.name}",
-            lambda c=canary, r=runs: estimator_check(c, delta=delta, runs=r, seed=seed),
-        )
-
-    def accountants() -> None:
-        report.accountants += compare_accountants(SHORT_GRID if report.quick else GRID, delta)
-
-    tasks.append(("independent accountants", accountants))
+        check(f"estimators: {canary.name}", lambda c=canary: estimator_check(c, delta=delta, runs=fits, seed=seed))
+    tasks.append(("independent accountants", lambda: report.accountants.extend(compare_accountants(grid, delta))))
     return tasks
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except ModuleNotFoundError:
-        return "unknown"

@@ -163,11 +163,7 @@ class AnyPlan(ABC):
 
 
 class OpenPlan(AnyPlan):
-    """The trainable layers of a model and the limits on them.
-
-    Args:
-        model: The model.
-        bounds: Caps, or radii on both factors, for every layer (:meth:`weightclip.Bounds.is_open`).
+    """The trainable layers of a model and the limits on them: bounds for which :meth:`weightclip.Bounds.is_open`.
 
     Formal guarantees:
         ``evaluate`` returns for each layer the norm to which the collector limits one record's gradient, with room for
@@ -237,5 +233,4 @@ class OpenPlan(AnyPlan):
         return Evaluation(bound, bound if radius is None else radius, bound if cotangent is None else cotangent, total)
 
     def dimension(self, path: str) -> int:
-        """Entries of a layer's trainable parameters."""
         return sum(q.numel() for _, q in trained(self.holders(path)))

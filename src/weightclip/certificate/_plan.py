@@ -26,11 +26,7 @@ _ENFORCED = ("layer_cap", "joint_cap", "layer_radius", "cotangent_radius")  # li
 class Plan(AnyPlan):
     """The model's graph with the bounds laid on it; evaluated anew whenever weights change.
 
-    Args:
-        model: The model.
-        loss_bound: Bound of each record's gradient at the model's output, in the dual exponent of ``bounds.p``.
-        graph: Its graph.
-        bounds: What is enforced.
+    ``loss_bound`` bounds each record's gradient at the model's output, in the dual exponent of ``bounds.p``.
     """
 
     def __init__(self, model: nn.Module, graph: Graph, bounds: Bounds, loss_bound: float) -> None:
@@ -97,7 +93,6 @@ class Plan(AnyPlan):
         return not all(map(bounded, self.layers))
 
     def uses(self, path: str) -> list[LayerUse]:
-        """The uses of a trainable layer."""
         return [self._uses[i] for i in self.layers[path]]
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -107,7 +102,6 @@ class Plan(AnyPlan):
                 yield node.op.path, node.op.module
 
     def dimension(self, path: str) -> int:
-        """d_k: entries of a layer's trainable parameters."""
         layer = self.graph.nodes[self.layers[path][0]].layer
         assert layer is not None
         return layer.dimension(self.model.get_submodule(path))
@@ -260,19 +254,16 @@ class Plan(AnyPlan):
         factor = layer.factor(op.module, op, x, 1.0, 2) if needed else 0.0
         if unbounded(factor) and unbounded(x):
             before = index
-            while nodes[before].edges:
-                infinite = [e for e in nodes[before].edges if unbounded(outputs[e])]
-                if not infinite:
-                    op = nodes[before].op
-                    return (f"layer '{path}': its input has no bound, because node '{op.name}' ({op.kind}) has none. "
-                            f"Fix: {radius}, or put weightclip.nn.Project after that node.")  # fmt: skip
+            while infinite := [e for e in nodes[before].edges if unbounded(outputs[e])]:
                 before = infinite[0]
             op = nodes[before].op
-            if not op.floating:
-                return (f"layer '{path}': its input has no bound, because the model's input '{op.name}' holds "
-                        f"integers, which are not projected. Fix: pass floats, or {radius}.")  # fmt: skip
-            return (f"layer '{path}': its input has no bound, because the model's input '{op.name}' has no radius. "
-                    f"Fix: set input_radius, or {radius}.")  # fmt: skip
+            if nodes[before].edges:
+                why, fix = f"node '{op.name}' ({op.kind}) has none", "put weightclip.nn.Project after that node"
+            elif op.floating:
+                why, fix = f"the model's input '{op.name}' has no radius", "set input_radius"
+            else:
+                why, fix = f"the model's input '{op.name}' holds integers, which are not projected", "pass floats"
+            return f"layer '{path}': its input has no bound, because {why}. Fix: {fix}, or {radius}."
         for i in range(index + 1, len(nodes)):
             if any(unbounded(g) for g in gains[i]):
                 op = nodes[i].op

@@ -29,12 +29,8 @@ def audit(
     seed: Annotated[int, typer.Option(help="Root of all randomness: the same seed gives the same report.")] = 0,
     epsilon: Annotated[list[float] | None, typer.Option(help="Claim to audit by sampling (repeatable).")] = None,
     delta: Annotated[float, typer.Option(help="delta of every claim.")] = 1e-5,
-    out: Annotated[Path, typer.Option(help="Folder for report.json, the pictures and the tables.")] = Path(
-        "runs/audit"
-    ),
-    runs: Annotated[
-        int, typer.Option(help="Trainings on each of the two data sets, for a trainer of your own.")
-    ] = 1000,
+    out: Annotated[Path, typer.Option(help="Folder for report, pictures and tables.")] = Path("runs/audit"),
+    runs: Annotated[int, typer.Option(help="Of a trainer of your own: trainings on each data set.")] = 1000,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Try to refute a claimed epsilon: of weightclip's real engine, or of a trainer of yours; exit code 1 if it fails.

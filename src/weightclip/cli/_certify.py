@@ -28,12 +28,8 @@ def certify(
     try:
         claimed, found = float(report["epsilon"]), recompute(report)
         delta, public, layers = report["delta"], report["public"], report["layers"]
-        sigma = next(
-            m["sigma"]
-            for m in report["mechanisms"]
-            if m["steps"] == public["steps"] and m["q"] == public["sample_rate"]
-        )
-        settings = public["settings"]
+        steps, q, settings = public["steps"], public["sample_rate"], public["settings"]
+        sigma = next(m["sigma"] for m in report["mechanisms"] if m["steps"] == steps and m["q"] == q)
     except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError, StopIteration) as error:
         raise WeightclipError(
             f"model {model}: its privacy report is not complete ({type(error).__name__}: {error})."

@@ -31,9 +31,7 @@ def train(
     target_range: Annotated[str | None, typer.Option(help="public range of a numeric target, as LOW,HIGH")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="column to leave out (repeatable)")] = None,
     categorical: Annotated[list[str] | None, typer.Option(help="column to treat as categorical (repeatable)")] = None,
-    text: Annotated[
-        str | None, typer.Option(help="column of text, read through --encoder; columns besides it are left out")
-    ] = None,
+    text: Annotated[str | None, typer.Option(help="text column, read through --encoder; others are left out")] = None,
     encoder: Annotated[str, typer.Option(help="public sentence encoder for --text: minilm")] = "minilm",
     finetune: Annotated[str | None, typer.Option(help="train the encoder too: lora (low-rank updates)")] = None,
     rank: Annotated[int | None, typer.Option(help="rank of the updates of --finetune lora (default 8)")] = None,
@@ -247,9 +245,7 @@ def _schema(target: str, regression: bool, path, classes, target_range, ignore, 
     other = [c.name for c in known.columns if c.name in (categorical or ()) and c.kind != "categorical"]
     if other:
         raise WeightclipError(f"--categorical {other[0]!r}: the schema gives it another type.")
-    extra = tuple(
-        Column(name, "categorical") for name in dict.fromkeys(categorical or ()) if known.column(name) is None
-    )
+    extra = tuple(Column(c, "categorical") for c in dict.fromkeys(categorical or ()) if known.column(c) is None)
     return replace(known, columns=known.columns + extra, ignore=known.ignore + tuple(ignore or ()))
 
 

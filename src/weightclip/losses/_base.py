@@ -142,15 +142,16 @@ def _mean_rows(t: Tensor) -> Tensor:
     return _rows(t).mean(1)
 
 
-def _check_cap(owner: str, cap: float | None) -> None:
-    if cap is not None and not (0 < cap < math.inf):
-        raise WeightclipError(f"{owner}: cap = {cap} must be a positive finite number (or None for no cap)")
-
-
 def _check_positive(owner: str, **values: float) -> None:
     for name, value in values.items():
-        if not (0 < value < math.inf):
+        if not 0 < value < math.inf:
             raise WeightclipError(f"{owner}: {name} = {value} must be a positive finite number")
+
+
+def _check_weights(owner: str, weights: Weights, shape: Shape) -> None:
+    """One weight for each class of the outputs, where there are weights."""
+    if isinstance(weights, tuple) and len(weights) != shape[0]:
+        raise ContractError(f"{owner}: {len(weights)} class weights for {shape[0]} classes; give one per class")
 
 
 def _freeze_weights(owner: str, name: str, weights: object) -> Weights:

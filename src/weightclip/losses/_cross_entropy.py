@@ -14,8 +14,8 @@ from weightclip.losses._base import (
     Loss,
     Shape,
     Weights,
-    _check_cap,
     _check_positive,
+    _check_weights,
     _freeze_weights,
     _like_rows,
     _mean_rows,
@@ -62,8 +62,7 @@ class CrossEntropy(Loss):
     ignore_index: int = -100
 
     def __post_init__(self) -> None:
-        _check_positive("CrossEntropy", temperature=self.temperature)
-        _check_cap("CrossEntropy", self.cap)
+        _check_positive("CrossEntropy", temperature=self.temperature, cap=1.0 if self.cap is None else self.cap)
         if not 0 <= self.smoothing <= 1:
             raise WeightclipError(f"CrossEntropy: smoothing = {self.smoothing} must lie in [0, 1]")
         if self.envelope and self.cap is None:
@@ -211,17 +210,13 @@ class CrossEntropy(Loss):
                 f"CrossEntropy: output shape {shape} has no two classes on its first dimension; "
                 "use losses.BCEWithLogits for a single logit"
             )
-        if isinstance(self.class_weights, tuple) and len(self.class_weights) != shape[0]:
-            raise ContractError(
-                f"CrossEntropy: {len(self.class_weights)} class weights for {shape[0]} classes; give one per class"
-            )
+        _check_weights("CrossEntropy", self.class_weights, shape)
 
     def _bound(self, shape: Shape, p: float) -> float:
         self._check_shape(shape)
         classes, n = shape[0], math.prod(shape[1:])
-        # The gradient Σ_c v_c(p − e_c), v the weighted smoothed label, is affine in p and in the label: its norm is
-        # largest at vertices p = e_k, label j, where it is Σ_{c≠k} v_c(e_k − e_c). All norms grow with every v_c, so
-        # the best k has the least v_k.
+        # SOUNDNESS Theorem 19: the gradient Σ_c v_c(p − e_c), v the weighted smoothed label, is largest at vertices
+        # p = e_k, label j, where it is Σ_{c≠k} v_c(e_k − e_c); norms grow with every v_c, so the best k has least v_k.
         w = torch.ones(classes, dtype=torch.float64)
         if self.class_weights is not None:
             w = torch.tensor(self.class_weights, dtype=torch.float64)

@@ -15,8 +15,8 @@ from weightclip.losses._base import (
     Loss,
     Shape,
     Weights,
-    _check_cap,
     _check_positive,
+    _check_weights,
     _freeze_weights,
     _match_target,
     _mean_rows,
@@ -85,8 +85,7 @@ class BCEWithLogits(_Average):
     scale_by_temperature: bool = False
 
     def __post_init__(self) -> None:
-        _check_positive("BCEWithLogits", temperature=self.temperature)
-        _check_cap("BCEWithLogits", self.cap)
+        _check_positive("BCEWithLogits", temperature=self.temperature, cap=1.0 if self.cap is None else self.cap)
         for name in ("pos_weight", "weight"):
             object.__setattr__(self, name, _freeze_weights("BCEWithLogits", name, getattr(self, name)))
 
@@ -297,10 +296,7 @@ class MultiMargin(Loss):
     def _check_shape(self, shape: Shape) -> None:
         if len(shape) != 1 or shape[0] < 2:
             raise ContractError(f"MultiMargin: output shape {shape} must be (classes,) with at least two classes")
-        if isinstance(self.class_weights, tuple) and len(self.class_weights) != shape[0]:
-            raise ContractError(
-                f"MultiMargin: {len(self.class_weights)} class weights for {shape[0]} classes; give one per class"
-            )
+        _check_weights("MultiMargin", self.class_weights, shape)
 
     def _bound(self, shape: Shape, p: float) -> float:
         self._check_shape(shape)

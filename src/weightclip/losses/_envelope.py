@@ -1,13 +1,9 @@
-"""The B-Lipschitz envelope of cross-entropy: min_u l(u) + B·||z − u||₂ (SOUNDNESS, section 5).
+"""The B-Lipschitz envelope of cross-entropy: the p of SOUNDNESS Theorem 20, from which it and its gradient follow.
 
-With l(u) = lse(u) − <y, u> and y on the simplex, the conjugate of l at g = p − y is Σ p log p, so by duality
-
-    envelope(z) = max over p in the simplex, ||p − y||₂ ≤ B, of  <p − y, z> + H(p),
-
-and its gradient is p − y at the maximiser (Danskin). With a multiplier t for the ball and λ for the simplex the
-optimality condition is  log p + t·p = z + t·y − λ,  that is t·p = ω(log t + z + t·y − λ), ω the Wright omega function.
-For a given t, Σp is convex and decreasing in λ: Newton converges from any start. ||p(t) − y|| falls in t, and its
-inverse is nearly a straight line beyond the solution, so a bracketed Newton on 1/||p − y|| finds t in a few steps.
+With a multiplier t for the ball ||p − y||₂ ≤ B and λ for the simplex the optimality condition is
+log p + t·p = z + t·y − λ,  that is t·p = ω(log t + z + t·y − λ), ω the Wright omega function. For a given t, Σp is
+convex and decreasing in λ: Newton converges from any start. ||p(t) − y|| falls in t, and its inverse is nearly a
+straight line beyond the solution, so a bracketed Newton on 1/||p − y|| finds t in a few steps.
 
 For an index label j there is one unknown only. With κ = log t − λ the entries w_c = t·p_c = ω(z_c + κ), c ≠ j, do not
 involve t; the ball gives t = ||(Σw, w)||₂/B, and p_j = 1 − Σw/t turns the condition at j into

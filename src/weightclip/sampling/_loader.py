@@ -16,10 +16,8 @@ from torch.utils.data import default_collate as _default_collate
 
 from weightclip.errors import ContractError, WeightclipError
 from weightclip.noise import SAMPLING, Streams
-from weightclip.sampling._datasets import ArrayDataset as ArrayDataset
 from weightclip.sampling._datasets import first_tensor, gatherer, pad_records, zero_records
-from weightclip.sampling._draws import Cutter, Piece, Share, largest_batch
-from weightclip.sampling._draws import poisson_indices as poisson_indices
+from weightclip.sampling._draws import Cutter, Piece, Share, largest_batch, poisson_indices
 from weightclip.sampling._keyed import Feed, KeyedCollate, KeyedRecords, Wanted
 
 SLOTS = "weightclip/slots"
@@ -298,9 +296,7 @@ def _check_loader(loader: DataLoader) -> tuple[int, int]:
     if not isinstance(loader, DataLoader):
         raise WeightclipError(f"data_loader must be a torch.utils.data.DataLoader, got {type(loader).__name__}")
     if isinstance(loader.dataset, IterableDataset):
-        raise WeightclipError(
-            "data_loader has an IterableDataset: Poisson sampling needs records by index; use a Dataset"
-        )
+        raise WeightclipError("data_loader has an IterableDataset: sampling needs records by index; use a Dataset")
     if loader.batch_sampler is None:
         raise WeightclipError("data_loader has batch_size=None: give batch_size (the expected size of a draw)")
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:

@@ -53,9 +53,7 @@ class Agreed:
 class SharedBoard:
     """Runs of one search, given out to all processes on one storage; as an Optuna storage keeps them.
 
-    Args:
-        place: Where the search is kept.
-        encode, decode: A result as JSON-ready values, and back.
+    ``encode`` makes a result JSON-ready values, ``decode`` takes them back.
 
     Formal guarantees:
         The number of runs, their candidates and the split are drawn once, by :meth:`begin`, and stored before the first
@@ -205,8 +203,11 @@ class SharedBoard:
         count = len(self.drawn.candidates)
         trials = [t for t in self._storage.get_all_trials(self._study, deepcopy=False) if t.number < count]
         if len(trials) < count:
-            raise SearchOver(f"the search in {self.place} is over: another process has ended it and written its model.")
+            raise self._over("another process has ended it and written its model")
         return trials
+
+    def _over(self, why: str) -> SearchOver:
+        return SearchOver(f"the search in {self.place} is over: {why}.")
 
     def _claim(self, trials: list[Any], watch: _Watch | None) -> int | None:
         states, attempt = self._optuna.trial.TrialState, secrets.randbits(48)
@@ -252,13 +253,11 @@ class SharedBoard:
         with _one_line(self.place):
             file = self.place.file
             if file is not None and not file.exists():
-                raise SearchOver(f"the search in {self.place} is over: its file was deleted.")
+                raise self._over("its file was deleted")
             try:
                 yield
             except KeyError as error:
-                raise SearchOver(
-                    f"the search in {self.place} is over: another process has ended it and written its model."
-                ) from error
+                raise self._over("another process has ended it and written its model") from error
 
 
 class _Watch:

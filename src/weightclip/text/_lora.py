@@ -75,13 +75,9 @@ def words_and_ends(rows: np.ndarray) -> Tensor:
 
 
 class Classifier(nn.Module):
-    """Token numbers to outputs: the encoder with its updates, the mean over a text's tokens, one layer.
+    """Token numbers to outputs: a copy of the encoder with its updates, the mean over a text's tokens, one layer.
 
-    Args:
-        encoder: The pretrained encoder, which stays as it is: a copy is trained.
-        lora: What is trained of it.
-        outputs: Number of outputs.
-        streams: Of the initial weights.
+    ``streams`` give the initial weights.
     """
 
     def __init__(self, encoder: TextEncoder, lora: Lora, outputs: int, streams: Streams) -> None:
