@@ -105,7 +105,7 @@ def write_accountants(rows: Sequence[AccountantRow], folder: Path) -> None:
     with (folder / "accountants.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
-        writer.writerows(map(asdict, rows))
+        writer.writerows(asdict(row) for row in rows)
     head = "sigma | q | steps | PLD (ours) | RDP (ours) | dp-accounting PLD | Opacus RDP | Opacus PRV | exact"
     lines = [f"| {head} | disagreement |", "|" + "---:|" * 9 + "---|"]
     for row in rows:

@@ -212,8 +212,3 @@ def _sampling(run: AuditRun, included: np.ndarray, draws: int = 2000) -> float:
     ]
     tests += [stats.binomtest(int(both.sum()), both.size, q * q).pvalue for both in pairs[:64]]
     return min(1.0, len(tests) * float(min(tests)))
-
-
-def poisson_subject(subject: Subject, rate: float = 0.25) -> Subject:
-    """The same trainer with random draws."""
-    return replace(subject, rate=rate)

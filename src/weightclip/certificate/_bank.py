@@ -74,10 +74,9 @@ class NormBank:
                 found[i].append(torch.tensor(spectral_number(matrix), dtype=torch.float64))
                 continue
             gram, share = _gram(matrix)
+            size = 1 << max(0, (gram.shape[-1] - 1).bit_length())  # the next power of two
             for part in gram if gram.dim() == 3 else gram[None]:
-                parts.setdefault(_bucket(part.shape[-1]), []).append(
-                    _Part(i, part, share, matrix.dtype != torch.float64)
-                )
+                parts.setdefault(size, []).append(_Part(i, part, share, matrix.dtype != torch.float64))
         groups = _merged(parts)
         if len(groups) == 1 and [p.layer for p in next(iter(groups.values()))] == list(range(len(self.layers))):
             norms = _largest(*groups.popitem(), wait)  # one matrix a layer, in one batch: the usual case on a device
@@ -111,10 +110,6 @@ def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
 def as_cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers the forward pass multiplies by, in the type the weight is stored in; float32 stands for no cast."""
     return weight if weight.dtype == dtype or dtype == torch.float32 else weight.to(dtype).to(weight.dtype)
-
-
-def _bucket(n: int) -> int:
-    return 1 << max(0, (n - 1).bit_length())
 
 
 def _merged(parts: dict[int, list[_Part]]) -> dict[int, list[_Part]]:

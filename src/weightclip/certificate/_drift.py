@@ -25,10 +25,14 @@ def drift(module: nn.Module, now: Tensor, then: Tensor) -> Tensor:
     moved = now - then if now.dtype in (torch.float32, torch.float64) else now.float() - then.float()
     size = found = row_frobenius(moved.reshape(moved.shape[0], -1))
     matrix = as_matrix(module, moved)
-    usual = matrix.dim() == 2 and min(matrix.shape) >= _NARROW and max(matrix.shape) <= _LONG
-    if usual and matrix.device.type != "cpu" and matrix.dtype == torch.float32 and _as_proved():
+    if matrix.dim() == 2 and _worth(matrix):
         found = torch.minimum(size, narrow_norm(matrix, size=size))  # either is a bound; a NaN stays
     return found + size * _ROUNDED
+
+
+def _worth(matrix: Tensor) -> bool:
+    usual = min(matrix.shape) >= _NARROW and max(matrix.shape) <= _LONG
+    return usual and matrix.device.type != "cpu" and matrix.dtype == torch.float32 and _as_proved()
 
 
 def _as_proved() -> bool:

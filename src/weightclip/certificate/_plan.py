@@ -164,7 +164,7 @@ class Plan(AnyPlan):
     def _at_hand(self, index: int, known: Mapping[str, Scalar]) -> Scalar | None:
         """A gain that need not be recomputed."""
         found = known.get(self.graph.nodes[index].op.path)
-        return found if index in self._like_first or (unbounded(found)) else None
+        return found if index in self._like_first or (found is not None and unbounded(found)) else None
 
     def inputs(self, index: int, outputs: list[Scalar]) -> list[Scalar]:
         """l2 bounds of a node's inputs, after the projection its module may have.
@@ -186,8 +186,7 @@ class Plan(AnyPlan):
         for i, node in enumerate(nodes):
             floating = [e for e in node.edges if nodes[e].op.floating]
             behind = [source[e] for e in floating if source[e] is not None]
-            unbounded = any(unbounded(outputs[e]) for e in floating)
-            source.append(behind[0] if behind else (i if unbounded else None))
+            source.append(behind[0] if behind else (i if any(unbounded(outputs[e]) for e in floating) else None))
         first = source[self.graph.output]
         if first is None:
             return

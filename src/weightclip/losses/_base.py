@@ -138,10 +138,6 @@ def _like_rows(r: Tensor, t: Tensor) -> Tensor:
     return r.reshape(r.shape + (1,) * (t.dim() - 1))  # N -> N x 1 x ... x 1
 
 
-def _mean_rows(t: Tensor) -> Tensor:
-    return _rows(t).mean(1)
-
-
 def _check_positive(owner: str, **values: float) -> None:
     for name, value in values.items():
         if not 0 < value < math.inf:

@@ -18,7 +18,6 @@ from weightclip.losses._base import (
     _check_weights,
     _freeze_weights,
     _like_rows,
-    _mean_rows,
     _rows,
     _slack,
 )
@@ -85,7 +84,7 @@ class CrossEntropy(Loss):
         else:
             logp = torch.log_softmax(v, 1)
             v = -torch.where(target > 0, target * logp, 0).sum(1)
-        return self._outer() * _mean_rows(v), ok
+        return self._outer() * _rows(v).mean(1), ok
 
     def both(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Shares the softmax in the usual case: class indices, one position, no weights, no cap."""

@@ -19,7 +19,6 @@ from weightclip.losses._base import (
     _check_weights,
     _freeze_weights,
     _match_target,
-    _mean_rows,
     _rows,
     _slack,
 )
@@ -48,7 +47,7 @@ class _Average(Loss):
 
     def _values(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         y, ok = self._labels(z, y)
-        return _mean_rows(self._point(z, y)), ok
+        return _rows(self._point(z, y)).mean(1), ok
 
     def _gradient(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         y, ok = self._labels(z, y)
@@ -92,14 +91,14 @@ class BCEWithLogits(_Average):
     def _values(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         y, ok = self._labels(z, y)
         if self.cap is None or math.prod(z.shape[1:]) > 1:
-            return _mean_rows(self._point(z, y)), ok
+            return _rows(self._point(z, y)).mean(1), ok
         # Linear with slope ±B outside the logits where the slope w·(σ·(1−y+πy) − πy) passes ±B (SOUNDNESS 5).
         pi, w = self._weights(z)
         w, tau = w * self._steepness(), self.temperature
         span = (1 - y + pi * y).clamp(min=torch.finfo(z.dtype).tiny)
         near = [tau * torch.logit(((pi * y + b / w) / span).clamp(0, 1)) for b in (-self.cap, self.cap)]
         core = torch.maximum(torch.minimum(z, near[1]), near[0])
-        return _mean_rows(self._point(core, y) + self.cap * (z - core).abs()), ok
+        return _rows(self._point(core, y) + self.cap * (z - core).abs()).mean(1), ok
 
     def both(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """In few passes in the usual case: one logit, no weights, no cap, every label and output in order."""
@@ -114,7 +113,7 @@ class BCEWithLogits(_Average):
             return super().both(z, y)
         # what follows is the general way, operation by operation, without masks: a record's numbers are the same
         gradient = self._slope(z, label) * (1 - _slack(z.dtype, z.dtype))
-        return _mean_rows(self._point(z, label)), gradient
+        return _rows(self._point(z, label)).mean(1), gradient
 
     def _steepness(self) -> float:
         """What the temperature makes of a slope."""

@@ -24,8 +24,8 @@ SLOTS = "weightclip/slots"
 RECORDS = "weightclip/records"
 _ALL = Share()
 # Not in_order, whatever the user set: each batch must meet the piece it was loaded for.
-_TAKEN_OVER = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
-_OF_WORKERS = ("prefetch_factor", "persistent_workers")
+_TAKEN_OVER = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+               "prefetch_factor", "persistent_workers")  # fmt: skip
 _TWO_PASSES = "another pass over the loader has begun: leave one pass before the next begins"
 
 
@@ -129,7 +129,11 @@ class PoissonLoader:
         self._gather = gatherer(data_loader.dataset) if fast else None
         self._pin = bool(data_loader.pin_memory)
         self._feed = Feed()
-        self._inner = None if self._gather else _inner_loader(data_loader, self._feed)
+        self._inner = None
+        if self._gather is None:  # a DataLoader with the user's data set and workers, fed by our pieces
+            settings: dict[str, Any] = {name: getattr(data_loader, name) for name in _TAKEN_OVER}
+            settings |= {"batch_sampler": self._feed, "collate_fn": KeyedCollate(data_loader.collate_fn)}
+            self._inner = DataLoader(KeyedRecords(data_loader.dataset), **settings)
 
     def __len__(self) -> int:
         return self._draws_per_pass
@@ -315,10 +319,3 @@ def _check_loader(loader: DataLoader) -> tuple[int, int]:
             "share them; use shuffle=True instead"
         )
     return n, loader.batch_size
-
-
-def _inner_loader(user: DataLoader, feed: Feed) -> DataLoader:
-    """A DataLoader with the user's data set and workers, fed by our pieces."""
-    settings: dict[str, Any] = {name: getattr(user, name) for name in (*_TAKEN_OVER, *_OF_WORKERS)}
-    collate: Any = KeyedCollate(user.collate_fn)
-    return DataLoader(KeyedRecords(user.dataset), batch_sampler=feed, collate_fn=collate, **settings)  # type: ignore[arg-type]

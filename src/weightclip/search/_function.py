@@ -132,11 +132,7 @@ class FunctionSearch:
             raise WeightclipError(f"the noise of the score must be a positive number, got {self.score_sigma:g}.")
 
     def search(self, board: SharedBoard | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Weights and report of the run that won.
-
-        Args:
-            board: One on which runs are shared (`shared_search`); None: this process does them all.
-        """
+        """Weights and report of the run that won, on a shared board (`shared_search`) or in this process alone."""
         root = streams(self.seed)
         if board is None:
             agreed = Agreed(self.settings(), Drawn.draw(root, self.mean_runs), self.cost())

@@ -37,11 +37,7 @@ class TableSearch:
     seed: int | None = None  #: for experiments only; None: randomness of the operating system
 
     def search(self, board: SharedBoard | None = None) -> tuple[Model, dict[str, Any]]:
-        """Model and report of the run that won.
-
-        Args:
-            board: One on which runs are shared (`shared_search`); None: this process does them all.
-        """
+        """Model and report of the run that won, on a shared board (`shared_search`) or in this process alone."""
         how = self._how
         return _search(self._task, how if board is None else replace(how, run_epsilon=board.agreed.cost), board)
 

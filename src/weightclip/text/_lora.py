@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +83,9 @@ class Classifier(nn.Module):
         super().__init__()
         rng = streams.numpy(_INIT)
         self.network = copy.deepcopy(encoder.network).requires_grad_(False)
-        for path, layer in list(_dense(self.network, lora.places)):
+        for path, layer in list(self.network.named_modules()):
+            if path.rpartition(".")[2] not in lora.places or not isinstance(layer, nn.Linear):
+                continue
             down = np.linalg.qr(rng.standard_normal((layer.in_features, min(lora.rank, layer.in_features))))[0].T
             parent, _, name = path.rpartition(".")
             setattr(self.network.get_submodule(parent), name, LowRank(layer, down))
@@ -174,9 +175,3 @@ def head_weights(head: nn.Linear) -> tuple[np.ndarray, np.ndarray]:
     with torch.no_grad():
         weight = head.weight.double() * (SCALE * math.sqrt(head.in_features))
         return weight.float().cpu().numpy(), head.bias.detach().float().cpu().numpy().copy()
-
-
-def _dense(network: nn.Module, places: tuple[str, ...]) -> Any:
-    for path, layer in network.named_modules():
-        if path.rpartition(".")[2] in places and isinstance(layer, nn.Linear):
-            yield path, layer
