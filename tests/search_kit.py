@@ -38,7 +38,8 @@ def begun(folder: Path, runs: int) -> tuple[Place, Agreed]:
 
 def do_runs(board: SharedBoard, log: Path, pause: float, patient: bool = True) -> None:
     """Each attempt has a score of its own, and its result repeats it."""
-    for number in board.runs(patient):
+    board.patient = patient
+    for number in board.runs():
         _note(log, number)
         time.sleep(pause)
         score = random.SystemRandom().random()

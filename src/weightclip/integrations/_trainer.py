@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,14 +37,7 @@ class _Draws:
         assert engine is not None
         pieces = iter(engine.loader)
         for first in pieces:
-            yield self._rest(engine, first, pieces)
-
-    @staticmethod
-    def _rest(engine: PrivacyEngine, piece: Any, pieces: Iterator[Any]) -> Iterator[Any]:
-        for _ in range(engine.loader.pieces - 1):
-            yield piece
-            piece = next(pieces)
-        yield piece
+            yield itertools.chain([first], itertools.islice(pieces, engine.loader.pieces - 1))
 
 
 class PrivateTrainer(Trainer):

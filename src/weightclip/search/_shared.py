@@ -83,16 +83,9 @@ def _help(work: Work, how: Shared) -> None:
     os.dup2(nowhere, 2)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // how.workers))
     board = SharedBoard(how.place, work.encode, work.decode)
+    board.patient = False  # what others have begun and left is the first process's to do again
     board.join(work.settings())
     try:
-        take_part(work.run(board.agreed), streams(work.seed), _Hurried(board))
+        take_part(work.run(board.agreed), streams(work.seed), board)
     finally:
         board.close()
-
-
-class _Hurried:
-    """The board as a helper sees it: what others have begun and left is the first process's to do again."""
-
-    def __init__(self, board: SharedBoard) -> None:
-        self.drawn, self.put, self.best = board.drawn, board.put, board.best
-        self.runs = lambda: board.runs(patient=False)

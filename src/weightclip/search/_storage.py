@@ -68,6 +68,7 @@ class SharedBoard:
         self.place, self._encode, self._decode = place, encode, decode
         self._optuna = _optuna()
         self._mine: dict[int, int] = {}  # run -> attempt
+        self.patient = True  # whether to wait for the runs of others, and do those they leave
         parent = multiprocessing.parent_process()  # perhaps dead by now: a helper takes seconds to get here
         self._parent = os.getppid() if parent is None else parent.pid
         self._agreed: Agreed | None = None
@@ -144,17 +145,17 @@ class SharedBoard:
         """What was drawn before the first run."""
         return self.agreed.drawn
 
-    def runs(self, patient: bool = True) -> Iterator[int]:
+    def runs(self) -> Iterator[int]:
         """Runs nobody else does; then, if patient, waits for those of others and does the ones they have left."""
         watch = _Watch()
-        while patient or os.getppid() == self._parent:  # a helper leaves with its parent
+        while self.patient or os.getppid() == self._parent:  # a helper leaves with its parent
             with self._guarded():
                 trials = self._trials()
-                number = self._claim(trials, watch if patient else None)
+                number = self._claim(trials, watch if self.patient else None)
             if number is not None:
-                with self._beating(number, alone=patient):
+                with self._beating(number):
                     yield number
-            elif all(t.state.is_finished() for t in trials) or not patient and not any(_free(t) for t in trials):
+            elif all(t.state.is_finished() for t in trials) or not self.patient and not any(_free(t) for t in trials):
                 return
             else:
                 time.sleep(_POLL)
@@ -228,13 +229,13 @@ class SharedBoard:
         return self._storage.get_trial_id_from_study_id_trial_number(self._study, number)
 
     @contextlib.contextmanager
-    def _beating(self, number: int, alone: bool) -> Iterator[None]:
+    def _beating(self, number: int) -> Iterator[None]:
         """Signs of life while a run is under way; a helper whose parent died ends itself."""
         over, trial = threading.Event(), self._id(number)
 
         def beat() -> None:
             while not over.wait(_BEAT):
-                if not alone and os.getppid() != self._parent:
+                if not self.patient and os.getppid() != self._parent:
                     os._exit(1)
                 with contextlib.suppress(Exception):  # the next one will tell
                     self._storage.set_trial_user_attr(trial, "beat", secrets.token_hex(8))
