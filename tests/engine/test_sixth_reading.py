@@ -103,6 +103,39 @@ def test_an_optimiser_cannot_step_by_a_loss_that_has_no_noise() -> None:
     check_optimisers()
 
 
+# -- batches that are fetched ahead ------------------------------------------------------------------------------------
+
+
+def check_ahead() -> None:
+    """A draw that comes again, because nothing was released of it yet, must not be released twice."""
+    run = private(nn.Linear(6, 3), table(24), sigma=1.0, batch=1)
+    batches = iter(run.loader)
+    batch = next(batches)
+    next(batches)
+    with pytest.raises(wc.ContractError, match="Fetch no batch ahead"):
+        usual(run, batch)
+    assert run.engine.steps == 0
+    for batch in run.loader:
+        usual(run, batch)
+        if run.engine.steps == 3:
+            break
+    assert run.engine.steps == 3
+
+
+def test_no_loop_fetches_batches_ahead() -> None:
+    check_ahead()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_recorded_steps_have_seen_their_batch(strict: bool) -> None:
+    """As on a GPU, where a graph that is launched again calls no model."""
+    run = private(mlp(), table(24), batch=6, strict=strict)
+    for _ in run.loader:
+        run.engine.training.admit_batch()
+        run.engine.training.spend(lambda step: None)
+    assert run.engine.steps == 4
+
+
 # -- what the report says ----------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,6 @@ import weightclip as wc
 from weightclip.engine import _engine, _entrance, _example, _gate, _independence, _install, _step, _validate
 from weightclip.errors import WeightclipError
 from weightclip.noise import Streams
-from weightclip.sampling import PoissonLoader
 from weightclip.tabular import LipDPClassifier, LipDPRegressor, _columns, _fit, _inputs, _resume, _training
 from weightclip.tabular._private import Door
 
@@ -96,7 +95,7 @@ def bytes_of_zero_and_one(patch: Patch) -> None:
 
 @noticed_by(engine.check_ahead)
 def batches_may_be_fetched_ahead(patch: Patch) -> None:
-    patch.setattr(PoissonLoader, "strict", False)
+    patch.setattr(_entrance.Entrance, "refuse_ahead", lambda self: None)
 
 
 @noticed_by(engine.check_price)
@@ -215,6 +214,15 @@ def optimisers_get_the_loss(patch: Patch) -> None:
         return (args[0], lambda: value), kwargs
 
     patch.setattr(_step, "evaluate_closure", evaluate)
+
+
+@noticed_by(engine_again.check_ahead)
+def strict_loops_alone_fetch_nothing_ahead(patch: Patch) -> None:
+    def hand_out(self: _step.Training, info, real=_step.Training.hand_out) -> None:
+        real(self, info)
+        self.entrance.ahead = self.entrance.ahead and self.engine.loader.strict
+
+    patch.setattr(_step.Training, "hand_out", hand_out)
 
 
 @noticed_by(tables_again.check_failed_fits)

@@ -183,8 +183,8 @@ class Entrance:
         """Raise where a batch was fetched before the model saw the one before."""
         if self.ahead:
             raise ContractError(
-                "the loader was asked for a batch before the model saw the one before: it would meet the records of "
-                "one batch under the mask of another. With strict=True fetch no batch ahead, and leave none out."
+                "the loader was asked for a batch before the model saw the one before: one draw would count in several "
+                "steps, or under the mask of another. Fetch no batch ahead, and leave none out."
             )
 
     def _refuse_graphs(self, inputs: list[Tensor]) -> None:
