@@ -80,3 +80,28 @@ def test_what_would_average_raw_gradients_is_refused(monkeypatch):
     with pytest.raises(wc.ContractError, match="launch one process"):
         prepare(accelerator, PRIVACY, epochs=1, module=model, optimizer=torch.optim.SGD(model.parameters(), 0.5),
                 data_loader=DataLoader(table(), batch_size=8), criterion=nn.CrossEntropyLoss())  # fmt: skip
+
+
+def test_a_state_is_loaded_only_where_its_releases_are_counted(tmp_path):
+    from weightclip.integrations import prepare
+
+    for privacy, counted in ((PRIVACY, False), (dataclasses.replace(PRIVACY, ledger=tmp_path / "run.ledger"), True)):
+        for again in (False, True):
+            accelerator, model = accelerate.Accelerator(cpu=True), net()
+            model, optimizer, loader, loss = prepare(
+                accelerator, privacy, epochs=2, module=model, optimizer=torch.optim.SGD(model.parameters(), 0.5),
+                data_loader=DataLoader(table(), batch_size=24), criterion=nn.CrossEntropyLoss(),
+            )  # fmt: skip
+            if again and not counted:
+                with pytest.raises(wc.ContractError, match="how often it was released"):
+                    accelerator.load_state(tmp_path / "state")
+                break
+            if again:
+                accelerator.load_state(tmp_path / "state")
+            for x, y in loader:
+                accelerator.backward(loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            accelerator.save_state(tmp_path / "state")
+            assert loader.engine.steps == (8 if again else 4)
+            loader.engine.detach()

@@ -70,6 +70,30 @@ def test_fit(size):
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.9**8)
 
 
+def test_a_checkpoint_goes_on_only_with_the_ledger_of_its_run(tmp_path):
+    """Weights of a checkpoint were released before: a run that does not count that would tell a smaller epsilon."""
+    from weightclip.integrations import make_private_module
+
+    def fit(privacy, epochs: int, path=None):
+        data = DataLoader(table(), batch_size=24)
+        module, loader, callback = make_private_module(Module(), data, privacy, epochs=4)
+        trainer = pl.Trainer(max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False,
+                             enable_progress_bar=False, enable_model_summary=False, callbacks=[callback])  # fmt: skip
+        try:
+            trainer.fit(module, loader, ckpt_path=path)
+        finally:
+            callback.engine.detach()
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return callback.engine
+
+    counted = dataclasses.replace(PRIVACY, ledger=tmp_path / "run.ledger")
+    assert fit(counted, 2).steps == 8
+    for other in (PRIVACY, dataclasses.replace(PRIVACY, ledger=tmp_path / "other.ledger")):
+        with pytest.raises(wc.ContractError, match="how often it was released"):
+            fit(other, 4, tmp_path / "last.ckpt")
+    assert fit(counted, 4, tmp_path / "last.ckpt").steps == 16
+
+
 def test_a_closure_runs_once_and_before_the_release():
     """What the engine releases is of one evaluation: without noise, equal to a loop without closures."""
     from weightclip.integrations import make_private_module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -52,6 +53,17 @@ def test_what_is_not_private_is_refused():
     assert make(train_split=skorch.helper.predefined_split(public), verbose=0).fit(x, y).engine_.steps == 12
     with pytest.raises(wc.ContractError, match="NLLLoss"):
         make(criterion=nn.NLLLoss).fit(x, y)
+
+
+def test_weights_of_an_earlier_run_are_taken_up_only_with_a_ledger(tmp_path):
+    from skorch.callbacks import Checkpoint, LoadInitState
+
+    x, y = (t.numpy() for t in table().tensors)
+    kept = Checkpoint(monitor=None, dirname=str(tmp_path / "kept"))
+    with pytest.raises(wc.ContractError, match="how often it was released"):
+        make(callbacks=[kept, LoadInitState(kept)], verbose=0).fit(x, y)
+    counted = dataclasses.replace(PRIVACY, ledger=tmp_path / "run.ledger")
+    assert make(callbacks=[kept, LoadInitState(kept)], verbose=0, privacy=counted).fit(x, y).engine_.steps == 12
 
 
 def test_the_budget_ends():

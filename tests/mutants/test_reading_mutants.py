@@ -1,24 +1,29 @@
-"""What the fourth reading found, put back on purpose: each mistake, and the test that must notice."""
+"""What the fourth and the sixth reading found, put back on purpose: each mistake, and the test that must notice."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tests.engine import test_fourth_reading as engine
+from tests.engine import test_sixth_reading as engine_again
 from tests.mutants.kit import Mutants
 from tests.noise import test_streams as streams
 from tests.tabular import test_fourth_reading as tables
+from tests.tabular import test_sixth_reading as tables_again
+from torch import nn
 
 import weightclip as wc
 from weightclip.engine import _engine, _entrance, _example, _gate, _independence, _install, _step, _validate
+from weightclip.errors import WeightclipError
 from weightclip.noise import Streams
-from weightclip.sampling import PoissonLoader
-from weightclip.tabular import _columns, _fit, _inputs, _resume, _training
+from weightclip.tabular import LipDPClassifier, LipDPRegressor, _columns, _fit, _inputs, _resume, _training
 from weightclip.tabular._private import Door
 
 MUTANTS = Mutants()
@@ -90,7 +95,7 @@ def bytes_of_zero_and_one(patch: Patch) -> None:
 
 @noticed_by(engine.check_ahead)
 def batches_may_be_fetched_ahead(patch: Patch) -> None:
-    patch.setattr(PoissonLoader, "strict", False)
+    patch.setattr(_entrance.Entrance, "refuse_ahead", lambda self: None)
 
 
 @noticed_by(engine.check_price)
@@ -181,6 +186,59 @@ def pickled_parts_become_the_run(patch: Patch) -> None:
         return {"seed": self._seed, "path": []}
 
     patch.setattr(Streams, "__reduce__", lambda self: (Streams.from_state, (state(self),)))
+
+
+@noticed_by(engine_again.check_parameters)
+def parameters_may_be_replaced(patch: Patch) -> None:
+    def parts_alone(self: _entrance.Watch, model: nn.Module, real=_entrance.Watch.__init__) -> None:
+        real(self, model)
+        self._parts = [part for part in self._parts if part[1] is part[0]._modules]
+
+    patch.setattr(_entrance.Watch, "__init__", parts_alone)
+
+
+@noticed_by(engine_again.check_parameters)
+def frozen_parameters_alone_are_guarded(patch: Patch) -> None:
+    def frozen(self: _entrance.BufferGuard, *args, real=_entrance.BufferGuard.__init__) -> None:
+        real(self, *args)
+        self._parameters = [(name, p) for name, p in self._parameters if not p.requires_grad]
+
+    patch.setattr(_entrance.BufferGuard, "__init__", frozen)
+
+
+@noticed_by(engine_again.check_optimisers)
+def optimisers_get_the_loss(patch: Patch) -> None:
+    def evaluate(args, kwargs):
+        with torch.enable_grad():
+            value = args[1]()
+        return (args[0], lambda: value), kwargs
+
+    patch.setattr(_step, "evaluate_closure", evaluate)
+
+
+@noticed_by(engine_again.check_ahead)
+def strict_loops_alone_fetch_nothing_ahead(patch: Patch) -> None:
+    def hand_out(self: _step.Training, info, real=_step.Training.hand_out) -> None:
+        real(self, info)
+        self.entrance.ahead = self.entrance.ahead and self.engine.loader.strict
+
+    patch.setattr(_step.Training, "hand_out", hand_out)
+
+
+@noticed_by(tables_again.check_failed_fits)
+def failed_fits_leave_what_they_found(patch: Patch) -> None:
+    for kind in (LipDPClassifier, LipDPRegressor):
+        patch.setattr(kind, "fit", inspect.unwrap(kind.fit))
+
+
+@noticed_by(tables_again.check_diverging_runs)
+def diverging_runs_end_a_search(patch: Patch) -> None:
+    patch.setattr(_training, "NotFinite", WeightclipError)
+
+
+@noticed_by(tables_again.check_layers)
+def rounding_tells_the_number_of_records(patch: Patch) -> None:
+    patch.setattr(_training.Settings, "divisor", lambda self, n: float(min(self.batch, n)))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

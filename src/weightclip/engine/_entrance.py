@@ -183,8 +183,8 @@ class Entrance:
         """Raise where a batch was fetched before the model saw the one before."""
         if self.ahead:
             raise ContractError(
-                "the loader was asked for a batch before the model saw the one before: it would meet the records of "
-                "one batch under the mask of another. With strict=True fetch no batch ahead, and leave none out."
+                "the loader was asked for a batch before the model saw the one before: one draw would count in several "
+                "steps, or under the mask of another. Fetch no batch ahead, and leave none out."
             )
 
     def _refuse_graphs(self, inputs: list[Tensor]) -> None:
@@ -264,7 +264,9 @@ class Watch:
         self._modules = list(model.modules())
         self.parameters = list(model.named_parameters())
         self.kinds = [(p.dtype, p.device, p.requires_grad) for _, p in self.parameters]
-        self._children = [(m, list(m._modules.values())) for m in self._modules]
+        rows = any(hasattr(p, "device_mesh") for _, p in self.parameters)  # fully_shard puts others in their places
+        tables = [(m, t) for m in self._modules for t in ((m._modules,) if rows else (m._modules, m._parameters))]
+        self._parts = [(module, table, list(table.values())) for module, table in tables]
         self._code: list[Any] = []
         self._tensors = [p for _, p in self.parameters] + list(model.buffers())
 
@@ -285,12 +287,12 @@ class Watch:
         return len(before) != len(found) or not all(map(operator.is_, before, found))
 
     def check(self) -> None:
-        """Raise one clear error for the first parameter that changed in kind, or module that came or went."""
-        for module, children in self._children:
-            if list(module._modules.values()) != children:
+        """Raise one clear error for the first parameter that changed in kind, or part that came or went."""
+        for module, table, known in self._parts:
+            if len(table) != len(known) or not all(map(operator.is_, table.values(), known)):
                 raise ContractError(
-                    f"a part of {type(module).__name__} was added, replaced or removed after make_private, which has "
-                    "not tested the model that is there now: change the model first, then make it private."
+                    f"a part or parameter of {type(module).__name__} was added, replaced or removed after make_private "
+                    "(by forward, it may hold records): change the model first, then make it private."
                 )
         for (name, p), kind in zip(self.parameters, self.kinds, strict=True):
             if (p.dtype, p.device, p.requires_grad) != kind:
@@ -301,7 +303,7 @@ class Watch:
 
 
 class BufferGuard:
-    """Forward pre-hook and hook of the model: a pass under gradients must leave buffers and frozen parameters alone.
+    """Forward pre-hook and hook of the model: a pass under gradients must leave buffers and parameters alone.
 
     Formal guarantees:
         What an uncompiled forward writes in place, or puts in the place of a buffer, is refused, so that no state
@@ -312,13 +314,9 @@ class BufferGuard:
 
     _weightclip = True
 
-    def __init__(self, model: nn.Module, frozen: bool = True) -> None:
+    def __init__(self, model: nn.Module, whole: bool = True) -> None:
         self._tables = [(path, module._buffers) for path, module in model.named_modules()]
-        self._frozen = [
-            (f"parameter '{name}', which is frozen,", p)
-            for name, p in model.named_parameters()
-            if frozen and not p.requires_grad
-        ]
+        self._parameters = [(f"parameter '{name}'", p) for name, p in model.named_parameters() if whole]
         self._before: list[tuple[Tensor, int]] | None = None
         self.testing = False  # random records are at work: what they make a model keep for the first time is public
 
@@ -327,7 +325,7 @@ class BufferGuard:
             (f"buffer '{path}.{name}'".replace("'.", "'"), buffer) for path, table in self._tables if table
             for name, buffer in table.items() if buffer is not None and not name.startswith("_wc_")
         ]  # fmt: skip
-        return found + self._frozen if found else self._frozen
+        return found + self._parameters if found else self._parameters
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Note the state of all of them."""
@@ -347,7 +345,7 @@ class BufferGuard:
         ]
         if all(same) and len(held) == len(before):
             return
-        name = held[same.index(False)][0] if not all(same) else "a buffer"
+        name = held[same.index(False)][0] if not all(same) else "a buffer or parameter"
         raise ContractError(
             f"forward writes {name}: it would carry records of one batch into the next and into the saved model. "
             "Freeze such modules with eval(), use ones without running statistics, or fill caches before make_private."

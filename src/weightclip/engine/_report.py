@@ -37,6 +37,10 @@ PLACE = (
     "place: rounding of one record's own activations where it depends on the shape of its batch or on its row in it "
     "(records on a kink of ReLU); make_private(strict=True) covers it"
 )
+COLLATE = (
+    "collate_fn: whether it treats records alone is not tested. One that pads to the longest record of a batch lets "
+    "that record change all others: pad to one public length"
+)
 SEEDED = "anybody who knows the seed of generator=, and several runs of one seed together: equal draws do not compose"
 ROUNDING = "rounding of float32 sums over records (Product.fast)"
 
@@ -119,8 +123,9 @@ def public_constants(engine: PrivacyEngine) -> dict[str, Any]:
 
 def _uncovered(engine: PrivacyEngine) -> list[str]:
     """What this run does not cover beside what no run does."""
-    covered = {PLACE: engine.loader.strict, SEEDED: engine.streams.is_secure, ROUNDING: engine.bounds.product.covered,
-               UNCOUNTED: not engine.uncounted, LEDGER: engine.ledger is None}  # fmt: skip
+    covered = {PLACE: engine.loader.strict, COLLATE: engine.loader.stacks, SEEDED: engine.streams.is_secure,
+               ROUNDING: engine.bounds.product.covered, UNCOUNTED: not engine.uncounted,
+               LEDGER: engine.ledger is None}  # fmt: skip
     return [line for line, is_covered in covered.items() if not is_covered]
 
 

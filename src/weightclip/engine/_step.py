@@ -167,8 +167,7 @@ class Training:
     def hand_out(self, info: BatchInfo) -> None:
         """The loader's next batch. A draw that was abandoned half-way is dropped, never released."""
         before = self.info
-        excused = before is None or before.draw == self._broken or not self.engine.loader.strict
-        self.entrance.next_batch(info.first or excused)
+        self.entrance.next_batch(info.first or before is None or before.draw == self._broken)
         if info.piece == 0 and not (before is None or before.last):
             self.drop()
         self.info = info

@@ -279,7 +279,8 @@ class Collector:
         entry.taken += 1
         with no_autocast(d.device.type):
             if self._mask is not None and entry.layer._wc_counter is not None:  # padding has no say in quantiles either
-                use.d = torch.where(self._mask.view(-1, *(1,) * (use.d.dim() - 1)), use.d, torch.zeros_like(use.d))
+                rows = self._mask.repeat_interleave(use.m).view(-1, *(1,) * (use.d.dim() - 1))
+                use.d = torch.where(rows, use.d, torch.zeros_like(use.d))
             if entry.waits():
                 if borrowed:
                     use.x, use.d = use.x.clone(), use.d.clone()

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from weightclip.distributed import find_ranks
 from weightclip.errors import ContractError
-from weightclip.integrations._privacy import Batches, Privacy
+from weightclip.integrations._privacy import Batches, Privacy, refuse_uncounted
 
 
 def prepare(
@@ -46,5 +46,6 @@ def prepare(
         epochs=epochs, divides=True, module=module, optimizer=optimizer, data_loader=data_loader, criterion=criterion,
     )  # fmt: skip
     accelerator.gradient_accumulation_steps = engine.loader.pieces
+    accelerator.register_load_state_pre_hook(lambda *_: refuse_uncounted(engine))
     loader = Batches(engine, lambda batch: send_to_device(batch, accelerator.device))
     return module, accelerator.prepare_optimizer(optimizer), loader, engine.criterion

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import ContractError, WeightclipError
-from weightclip.integrations._privacy import Batches, Privacy
+from weightclip.integrations._privacy import Batches, Privacy, refuse_uncounted
 
 
 class PlainDDP(DDPStrategy):
@@ -55,6 +55,10 @@ class PrivacyCallback(Callback):
                 "the loader's batch_size and Privacy(max_physical_batch_size=...)."
             )
         trainer.accumulate_grad_batches = pieces
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """``ckpt_path``: weights that were released before, by a run whose count is elsewhere."""
+        refuse_uncounted(self.engine)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Epsilon so far: every ``log_every_n_steps`` releases, and at the end of a pass."""

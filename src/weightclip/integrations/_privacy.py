@@ -8,6 +8,7 @@ from typing import Any
 
 from weightclip.certificate import Bounds
 from weightclip.engine import PrivacyEngine
+from weightclip.errors import ContractError
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,18 @@ class Privacy:
         rate = min(1.0, size * steps / records)
         sizes = {"expected_batch_size": size * steps, "sample_rate": rate, **self.settings}
         return replace(self, max_physical_batch_size=self.max_physical_batch_size or size, settings=sizes)
+
+
+UNCOUNTED = (
+    "a checkpoint of the framework does not know how often it was released: start anew, save and load with the engine, "
+    "or train with the Privacy(ledger=...) that counted the run it is of."
+)
+
+
+def refuse_uncounted(engine: PrivacyEngine) -> None:
+    """Before a framework loads a state of its own: the releases behind it must be in the run's ledger."""
+    if engine.ledger is None or engine.steps == 0:
+        raise ContractError(UNCOUNTED)
 
 
 class Batches:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from skorch.callbacks import LoadInitState  # pyright: ignore[reportMissingImports]
 from skorch.helper import predefined_split  # pyright: ignore[reportMissingImports]
 from torch import nn
 
 from weightclip.engine import PrivacyEngine
 from weightclip.errors import ContractError
-from weightclip.integrations._privacy import Privacy
+from weightclip.integrations._privacy import UNCOUNTED, Privacy
 
 
 class PrivateNet:
@@ -89,5 +90,7 @@ class PrivateNet:
                 "train_split keeps private records for validation, and their scores would not be private: pass "
                 "train_split=None, or predefined_split(a public data set)."
             )
+        if net.privacy.ledger is None and any(isinstance(part, LoadInitState) for _, part in net.callbacks_):
+            raise ContractError(UNCOUNTED)
         if isinstance(net.criterion_, nn.NLLLoss):
             raise ContractError("skorch takes logarithms before NLLLoss: return logits, criterion=nn.CrossEntropyLoss.")

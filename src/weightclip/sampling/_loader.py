@@ -80,6 +80,7 @@ class PoissonLoader:
         expected_batch: q·len(dataset).
         b_max: the largest draw that is allowed for.
         piece_size: max_physical_batch_size.
+        stacks: whether records are stacked as they are; a collate_fn of the user's own sees those of a batch together.
         draws: number of the next draw, where draws are counted. Set it only between passes.
         streams: source of the draws. Set it only between passes.
     """
@@ -125,7 +126,8 @@ class PoissonLoader:
         self._number = number
         self._on_batch = on_batch
         self._warned = False
-        fast = data_loader.num_workers == 0 and data_loader.collate_fn is _default_collate
+        self.stacks = data_loader.collate_fn is _default_collate
+        fast = data_loader.num_workers == 0 and self.stacks
         self._gather = gatherer(data_loader.dataset) if fast else None
         self._pin = bool(data_loader.pin_memory)
         self._feed = Feed()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
@@ -31,6 +32,25 @@ _CHOICES = ("hidden_layer_sizes", "epochs", "batch_fraction", "learning_rate", "
             "temperature", "bias_scale", "weight_norm")  # fmt: skip
 _TYPES = ("types of columns that no schema describes are those of X: declare them if they may have been chosen by the "
           "values (one text makes objects of numbers or booleans)")  # fmt: skip
+
+
+Fit = TypeVar("Fit", bound=Callable[..., Any])
+
+
+def all_or_nothing(fit: Fit) -> Fit:
+    """A fit that fails leaves its estimator as it was: no class or column of the new data beside the old model."""
+
+    @functools.wraps(fit)
+    def whole(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = dict(vars(self))
+        try:
+            return fit(self, *args, **kwargs)
+        except BaseException:
+            vars(self).clear()
+            vars(self).update(before)
+            raise
+
+    return whole  # type: ignore[return-value]
 
 
 @dataclass(eq=False, repr=False)

@@ -13,7 +13,7 @@ from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 
 from weightclip.errors import WeightclipError
-from weightclip.tabular._base import LipDP
+from weightclip.tabular._base import LipDP, all_or_nothing
 from weightclip.tabular._fit import fit_classifier, fit_regressor
 from weightclip.tabular._inputs import class_list, labels, one_target, places_of, threads, warn_of_repetition, weigh
 from weightclip.tabular._plan import PublicScaling
@@ -77,6 +77,7 @@ class LipDPClassifier(ClassifierMixin, LipDP):
         tags.classifier_tags.poor_score = True  # a hundred records and epsilon = 1 teach little: that is the point
         return tags
 
+    @all_or_nothing
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LipDPClassifier:
         """Fit on private records.
 
@@ -166,6 +167,7 @@ class LipDPRegressor(RegressorMixin, LipDP):
         tags.regressor_tags.poor_score = True
         return tags
 
+    @all_or_nothing
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LipDPRegressor:
         """Fit on private records; arguments and guarantees as those of `LipDPClassifier.fit`."""
         if y is None:

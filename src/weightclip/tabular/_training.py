@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from weightclip.accounting import Ledger, Mechanism, calibrate_sigma
 from weightclip.certificate import Bounds
 from weightclip.engine import PrivacyEngine
-from weightclip.errors import ContractError, WeightclipError
+from weightclip.errors import ContractError, NotFinite, WeightclipError
 from weightclip.losses import Loss
 from weightclip.models import MLP
 from weightclip.nn import ParameterAverage
@@ -26,6 +26,7 @@ from weightclip.sampling import TAIL
 from weightclip.tabular._resume import Checkpoint
 
 _PIECE = 1 << 22  # numbers of a physical batch: larger draws are handed out in pieces, so that memory stays bounded
+_ROOM = 1.25  # of q n: a quarter more records than were declared show nowhere
 _SAVES = 24  # times that a training is kept on its way
 _INIT, _WEIGHTS, _ENGINE = "table/init", "table/weights", "table/engine"
 
@@ -35,7 +36,7 @@ class Settings:
     """One way to train: architecture, optimiser and bounds, all of them public constants."""
 
     hidden: tuple[int, ...] = (16,)  # widths of the hidden layers; () is a linear model
-    batch: int = 256  # expected batch size b; the sampling rate is q = b/n, n the (public) number of records
+    batch: int = 256  # expected size of a draw; the sampling rate is q = batch/n, n the (public) number of records
     epochs: float = 30  # passes over the data: T = epochs·round(1/q) steps
     lr: float = 0.06  # learning rate at the first step
     final_lr: float = 0.1  # learning rate at the end as a part of `lr`; it falls along a straight line
@@ -50,6 +51,10 @@ class Settings:
     def sample_rate(self, n: int) -> float:
         """q."""
         return min(1.0, self.batch / n)
+
+    def divisor(self, n: int) -> float:
+        """b, above q n: it decides what is allowed for rounding, which must not tell the true number of records."""
+        return _ROOM * min(self.batch, n)
 
     def steps(self, n: int) -> int:
         """T."""
@@ -150,7 +155,7 @@ def train(
         and nothing else, or nothing is released: other runs on it would leave less than was planned with.
     """
     q, steps = settings.sample_rate(n), settings.steps(n)
-    batch = min(settings.batch, n)
+    batch, divisor = min(settings.batch, n), settings.divisor(n)
     sigma = budget.sigma(q, steps)
     width = records.features.shape[1]
     model = _network(width, settings.hidden, outputs, streams)
@@ -166,8 +171,8 @@ def train(
     with torch.enable_grad():
         engine.make_private(
             module=model, optimizer=optimizer, data_loader=DataLoader(TensorDataset(*tensors), batch_size=batch),
-            criterion=loss, noise_multiplier=sigma, bounds=settings.bounds(), sample_rate=q, expected_batch_size=batch,
-            max_physical_batch_size=_piece(batch, width), example=torch.zeros(2, width),
+            criterion=loss, noise_multiplier=sigma, bounds=settings.bounds(), sample_rate=q,
+            expected_batch_size=divisor, max_physical_batch_size=_piece(batch, width), example=torch.zeros(2, width),
             generator=root_generator(streams, _ENGINE),
         )  # fmt: skip
         try:
@@ -184,7 +189,7 @@ def train(
         state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     names = [f"layers.{2 * k}" for k in range(len(settings.hidden) + 1)]
     weights = tuple((state[f"{name}.weight"], state[f"{name}.bias"]) for name in names)
-    return Trained(settings, weights, sigma, q, steps, float(batch), tuple(layers))
+    return Trained(settings, weights, sigma, q, steps, divisor, tuple(layers))
 
 
 def _alone(engine: PrivacyEngine, first: int, checkpoint: Checkpoint | None) -> bool:
@@ -225,7 +230,7 @@ def _loop(
     except ContractError as error:
         if all(bool(torch.isfinite(p).all()) for p in engine.optimizer.param_groups[0]["params"]):
             raise
-        raise WeightclipError("training left the finite numbers: lower learning_rate.") from error
+        raise NotFinite("training left the finite numbers: lower learning_rate.") from error
 
 
 def thinned(labels: Tensor, weights: Tensor, rng: np.random.Generator) -> Tensor:

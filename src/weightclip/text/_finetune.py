@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from weightclip import losses
 from weightclip.engine import PrivacyEngine
-from weightclip.errors import ContractError, WeightclipError
+from weightclip.errors import ContractError, NotFinite, WeightclipError
 from weightclip.nn import ParameterAverage
 from weightclip.tabular import (
     UNKNOWN,
@@ -114,8 +114,9 @@ def _train(
     with torch.enable_grad():
         engine.make_private(
             module=network, optimizer=optimizer, data_loader=DataLoader(TensorDataset(x, y), batch_size=batch),
-            criterion=loss, noise_multiplier=sigma, bounds=settings.bounds(), sample_rate=q, expected_batch_size=batch,
-            max_physical_batch_size=_piece(batch, x), generator=root_generator(plan.streams, _ENGINE),
+            criterion=loss, noise_multiplier=sigma, bounds=settings.bounds(), sample_rate=q,
+            expected_batch_size=settings.divisor(n), max_physical_batch_size=_piece(batch, x),
+            generator=root_generator(plan.streams, _ENGINE),
         )  # fmt: skip
         try:
             average = ParameterAverage(network.trained, settings.averaging)
@@ -125,7 +126,7 @@ def _train(
             spent = engine.get_epsilon(plan.delta)
         finally:
             engine.detach()
-    return Trained(settings, (), sigma, q, steps, float(batch), tuple(layers)), average, spent
+    return Trained(settings, (), sigma, q, steps, settings.divisor(n), tuple(layers)), average, spent
 
 
 def _loop(
@@ -151,9 +152,7 @@ def _loop(
     except ContractError as error:
         if all(bool(torch.isfinite(p).all()) for p in group["params"]):
             raise
-        raise WeightclipError(
-            "training left the finite numbers: take fewer --epochs, or leave --finetune out."
-        ) from error
+        raise NotFinite("training left the finite numbers: take fewer --epochs, or leave --finetune out.") from error
 
 
 def _piece(batch: int, x: Tensor) -> int | None:
