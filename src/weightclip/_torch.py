@@ -184,6 +184,14 @@ weight_norm: Callable[..., Tensor] = torch._weight_norm  # pyright: ignore[repor
 # tables of hooks
 
 
+def _own(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def _of_all() -> list[dict[int, Any]]:
+    return [getattr(_hooks, f"_global_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre")]
+
+
 def forward_hooks(module: nn.Module) -> list[Any]:
     """Hooks that run before or after the module's forward."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -191,27 +199,20 @@ def forward_hooks(module: nn.Module) -> list[Any]:
 
 def hooked(module: nn.Module) -> bool:
     """Whether any hook runs around the module's forward or backward, its own or one of all modules."""
-    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(own) or any(
-        getattr(_hooks, f"_global_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre")
-    )
+    return any(_own(module)) or any(_of_all())
 
 
 def code_of(module: nn.Module) -> list[Any]:
     """What runs when a module is called: its class's forward and its own, and all hooks; ``None`` between tables."""
-    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     found: list[Any] = [type(module).forward, module.__dict__.get("forward")]
-    for table in tables:
+    for table in _own(module):
         found += [None, *table.values()] if table else [None]
     return found
 
 
 def code_of_all_modules() -> list[Any]:
     """Hooks that run around every module."""
-    tables = [
-        getattr(_hooks, f"_global_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre")
-    ]
-    return [part for table in tables for part in (None, *table.values())]
+    return [part for table in _of_all() for part in (None, *table.values())]
 
 
 def drop_forward_hooks(module: nn.Module, which: Callable[[Any], bool]) -> None:

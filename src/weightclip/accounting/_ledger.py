@@ -100,11 +100,7 @@ class Ledger:
         self._begun = True
 
     def charge(self, left: int | None = None) -> int:
-        """The number of the next release, which is on the disk when this returns.
-
-        Args:
-            left: Steps left in the budget, so that no block goes beyond it.
-        """
+        """The number of the next release, on the disk when this returns; blocks end with the budget, ``left`` steps on."""
         self._refuse()
         if self._unsure:  # a write was interrupted: what the file says, counts
             self._reload()

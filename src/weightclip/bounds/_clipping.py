@@ -30,12 +30,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def __call__(self, weight: Tensor, C: float, norm_fn: NormFunction) -> Tensor:
-        """Change ``weight`` in place so that ``norm_fn(weight) <= C``.
-
-        Args:
-            weight: the stored weight.
-            C: public bound, positive.
-            norm_fn: certified norm of the layer as a function of its weight.
+        """Change ``weight`` in place so that ``norm_fn(weight) <= C``, the public bound.
 
         Returns:
             0-dim float64 tensor: certified upper bound of the norm of the stored weight. At most C, unless a weight is

@@ -35,9 +35,7 @@ def overlap(kernel: Size, stride: Size = 1, dilation: Size = 1, output_size: Siz
     """m = ∏ over axes of ⌈k/(s/gcd(s, d))⌉: in how many patches one input entry can appear.
 
     Args:
-        kernel: kernel size, an int or one per axis (then stride and dilation may still be ints).
-        stride: stride.
-        dilation: dilation.
+        kernel, stride, dilation: an int or one per axis; the number of axes is the kernel's.
         output_size: number of output positions per axis, where known: no entry appears in more patches than there are.
             Not for circular padding with a kernel that wraps around its input (one patch then holds an entry twice).
     """
@@ -98,8 +96,7 @@ def dft_norm(
 
     Args:
         weight: ``(c_out, c_in/groups, *kernel)``.
-        groups: number of groups.
-        dilation: dilation.
+        groups, dilation: as in ``nn.Conv*d``.
         input_size: spatial size n. The zero-padding bound also holds for every smaller input, the circular one for n
             only.
         stride: stride; the exact polyphase form is used, not the stride-1 bound.

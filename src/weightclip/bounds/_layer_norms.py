@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from weightclip._torch import ConvNd, ConvTransposeNd, SpectralNorm
-from weightclip.bounds._conv_norms import conv_norm, conv_transpose_norm, kernel_matrices, overlap
+from weightclip.bounds._conv_norms import conv_norm, conv_transpose_norm, kernel_matrices, overlap, per_axis
 from weightclip.bounds._operator_norms import check_p, dense_norm
 from weightclip.errors import CertificationError
 
@@ -27,7 +27,6 @@ class NormFunction(Protocol):
 
     def __call__(self, weight: Tensor, /) -> Tensor:
         """Upper bound of the operator norm of a layer with this weight: 0-dim float64, no host synchronisation."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -64,16 +63,12 @@ class ConvNorm:
     use_dft: bool = True
 
     def __call__(self, weight: Tensor) -> Tensor:
-        if self.transposed:
-            return conv_transpose_norm(
-                weight, stride=self.stride, padding=cast("tuple[int, ...]", self.padding), dilation=self.dilation,
-                output_padding=self.output_padding, groups=self.groups, input_size=self.input_size, p=self.p,
-                use_dft=self.use_dft,
-            )  # fmt: skip
-        return conv_norm(
-            weight, stride=self.stride, padding=self.padding, dilation=self.dilation, groups=self.groups,
-            padding_mode=self.padding_mode, input_size=self.input_size, p=self.p, use_dft=self.use_dft,
-        )  # fmt: skip
+        geometry = dict(vars(self))
+        if geometry.pop("transposed"):
+            del geometry["padding_mode"]
+            return conv_transpose_norm(weight, **geometry)
+        del geometry["output_padding"]
+        return conv_norm(weight, **geometry)
 
     def matrices(self, weight: Tensor) -> Tensor:
         """The kernel matrices R: (groups, rows, columns), a view of the weight."""
@@ -101,10 +96,7 @@ def norm_function(
     if isinstance(module, nn.Linear):
         return DenseNorm(p)
     conv = cast(ConvNd, module)
-    axes = len(conv.kernel_size)
-    size = None
-    if input_size is not None:
-        size = (input_size,) * axes if isinstance(input_size, int) else tuple(int(n) for n in input_size)
+    size = None if input_size is None else per_axis(input_size, len(conv.kernel_size), "input_size")
     transposed = isinstance(conv, ConvTransposeNd)
     return ConvNorm(
         p, tuple(conv.stride), conv.padding if isinstance(conv.padding, str) else tuple(conv.padding),
@@ -149,11 +141,8 @@ def layer_norm_tensor(
     """Certified upper bound of a layer's operator norm ‖·‖_p, as a 0-dim float64 tensor, without host synchronisation.
 
     Args:
-        module: ``nn.Linear``, ``nn.Conv*d`` or ``nn.ConvTranspose*d``.
-        p: 1, 2 or inf.
-        input_size: spatial size of the largest input (convolutions).
+        module, p, input_size, use_dft: as :func:`norm_function` takes them.
         dtype: type the forward casts the weight to (autocast); the bound is then that of the cast weight.
-        use_dft: whether the DFT bound may be used.
 
     Formal guarantees:
         The result is at least the norm of the linear part of the layer for its present weights (bias excluded); it

@@ -120,7 +120,7 @@ def gram_iteration(
     for j in range(iterations):
         a = a / f.clamp_min(_TINY)[..., None, None]
         if j == 0:
-            a = a.to(_match(dtype, a))
+            a = a.to(dtype.to_complex() if a.is_complex() else dtype)
         a = a.mH @ a
         f = _fro(a)
         scales.append(f)
@@ -288,11 +288,7 @@ def _scaled(weight: Tensor) -> tuple[Tensor, Tensor | None]:
     if weight.dtype != a.dtype:
         return a, None  # squares of float32 and narrower are far inside float64's range
     largest = a.abs().amax((-2, -1))
-    return a / _nonzero(largest)[..., None, None], largest
-
-
-def _nonzero(scale: Tensor) -> Tensor:
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    return a / torch.where(largest > 0, largest, torch.ones_like(largest))[..., None, None], largest
 
 
 def _fro(a: Tensor) -> Tensor:
@@ -305,12 +301,6 @@ def _zeros(weight: Tensor) -> Tensor:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
-
-
-def _match(dtype: torch.dtype, like: Tensor) -> torch.dtype:
-    if not like.is_complex():
-        return dtype
-    return torch.complex128 if dtype == torch.float64 else torch.complex64
 
 
 def _roundoff(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:

@@ -72,12 +72,8 @@ def find_kinds(
 def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], target: str, plan: FitPlan):
     """A private classifier: (model, report, run).
 
-    Args:
-        table: The private records.
-        codes: Place of each record's label in `classes`; anything else contributes nothing.
-        classes: Public list of classes.
-        target: Name of the target, for people.
-        plan: What was decided beforehand.
+    Codes are places of labels in the public list of `classes`; anything else contributes nothing. `target` is its name,
+    for people.
 
     Formal guarantees:
         Model and report are (report epsilon, delta)-DP under adding or removing one record, given n, the columns' names
@@ -205,7 +201,7 @@ def _preprocess(table: Table, plan: FitPlan, n: int, sigma: float | None = None)
 
 def _statistics(table: Table, plan: FitPlan, n: int, sigma: float) -> Fitted:
     how = plan.preprocessing
-    pieces = how.pieces or _defaults.pieces(n, plan.epsilon)
+    pieces = how.pieces or _defaults.PIECES
     if isinstance(how, NonPrivateScaling):
         warnings.warn(
             "NonPrivateScaling reads feature statistics from private rows and does not pay for them: the model is not "
@@ -227,7 +223,7 @@ def _center(fitted: Fitted, table: Table, plan: FitPlan, n: int) -> Fitted:
         return center(fitted, table, 0.0, plan.door, n)
     if isinstance(plan.preprocessing, PublicScaling):
         return fitted
-    pieces = plan.preprocessing.pieces or _defaults.pieces(n, plan.epsilon)
+    pieces = plan.preprocessing.pieces or _defaults.PIECES
     mu, width = mu_left(plan), expected_width(plan.columns or table.columns, pieces)
     left = 1 - (plan.preprocessing.share or 0.2)  # no share that is not asked for exceeds 0.2
     share = min(left / 2, _defaults.center_share(center_error(width, 1 / (mu * math.sqrt(0.02)), n)))

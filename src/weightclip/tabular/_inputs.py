@@ -41,9 +41,7 @@ class Progress:
 def labels(y: Any, declared: bool) -> np.ndarray:
     """y as an array of one dimension; a list keeps every value as it is, so that one odd label changes no other.
 
-    Args:
-        y: Labels as the caller gave them.
-        declared: Whether classes (or the target's range) are public: then no value of y stops the fit.
+    Where classes (or the target's range) are `declared` in public, no value of y stops the fit.
 
     Formal guarantees:
         With `declared`, entry i depends on y[i] and on the declared type of y alone.

@@ -102,15 +102,10 @@ def searched_epsilon(mechanisms: Sequence[Mechanism], delta: float, mean_runs: f
 def searched_report(
     run: dict[str, Any], mechanisms: Sequence[Mechanism], mean_runs: float, target: float, n: int, score: float
 ) -> dict[str, Any]:
-    """The report of a whole search, from that of the run that won.
+    """The report of a whole search, from that of the `run` that won with a noisy `score` per record.
 
-    Args:
-        run: Report of the winner.
-        mechanisms: What one run releases, its score included.
-        mean_runs: Mean of the geometric number of runs.
-        target: Budget of the whole search.
-        n: Public number of records, those of the validation included.
-        score: The winner's noisy score, per record.
+    `mechanisms` are what one run releases, its score included; `target` is the budget of the whole search, and `n`
+    the public number of records, those of the validation included.
     """
     delta = run["delta"]
     total = searched_epsilon(mechanisms, delta, mean_runs, target)

@@ -118,7 +118,6 @@ def agreement(
         features: Number of features, as released.
         n: Public number of records.
         sigma: Noise multiplier; 0 is not private.
-        door: Where the releases go through.
 
     Formal guarantees:
         Two Gaussian mechanisms under adding or removing one record, which together have multiplier `sigma`, as their

@@ -129,10 +129,6 @@ def train(
     """Train one network with :class:`weightclip.PrivacyEngine`.
 
     Args:
-        records: The private records.
-        outputs: Number of outputs.
-        loss: What is minimised.
-        settings: How.
         budget: What may be spent, and what of it is spent already.
         streams: Randomness; the engine's own is the operating system's, unless these are seeded.
         n: Public number of records, from which q and T follow.

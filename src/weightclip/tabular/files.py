@@ -46,28 +46,22 @@ class Source(Protocol):
     @property
     def path(self) -> Path:
         """Where it is, for people."""
-        ...
 
     @property
     def is_text(self) -> bool:
         """Whether its values are text, whose types have to be inferred."""
-        ...
 
     def blocks(self, columns: Sequence[str] | None = None) -> Iterator[Block]:
         """Rows, some at a time, by column name."""
-        ...
 
     def header(self) -> list[str]:
         """Column names."""
-        ...
 
     def kinds(self) -> dict[str, Column]:
         """What is declared of its columns."""
-        ...
 
     def nested(self) -> set[str]:
         """Names of columns whose values are lists or records."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -282,11 +276,7 @@ def load(file: Source, target: str, schema: Schema, regression: bool = False) ->
     Raw values are kept in a scratch file that has no name and that only its owner may read: however the process dies,
     the operating system frees it and nothing of the table stays behind.
 
-    Args:
-        file: The file.
-        target: Name of the target column.
-        schema: What is publicly known.
-        regression: Whether the target is a number.
+    With `regression` the target is a number, else a class.
     """
     names = file.header()
     for name in [target, *schema.ignore, *(c.name for c in schema.columns)]:
