@@ -100,7 +100,7 @@ class Ledger:
         self._begun = True
 
     def charge(self, left: int | None = None) -> int:
-        """The number of the next release, on the disk when this returns; blocks end with the budget, ``left`` steps on."""
+        """The number of the next release, on the disk when this returns; ``left`` steps end the budget, and blocks."""
         self._refuse()
         if self._unsure:  # a write was interrupted: what the file says, counts
             self._reload()

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from scipy import optimize
 from torch import Tensor, nn
@@ -120,10 +121,7 @@ def fill_(noise: Tensor, dims: list[int], kind: KNorm, epsilon0: float, deltas: 
     """Write one joint draw into the flat buffer, layer after layer (bias entries still times beta)."""
     mechanism = KNormMechanism(kind.p, epsilon0)
     parts = mechanism.sample(deltas.cpu(), dims, streams.numpy(NOISE + "/k-norm", step))
-    start = 0
-    for part in parts:
-        noise[start : start + len(part)].copy_(torch.from_numpy(part))
-        start += len(part)
+    noise.copy_(torch.from_numpy(np.concatenate(parts)))
 
 
 def spread(kind: KNorm, dims: list[int], epsilon0: float, deltas: Tensor) -> Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +77,11 @@ class LipDP(BaseEstimator):
     # -- before a record is read -----------------------------------------------------------------------------------
 
     def _plan(self, found: int, not_covered: Sequence[str]) -> FitPlan:
-        if not (isinstance(self.epsilon, Real) and 0 < float(self.epsilon) < math.inf):
-            raise WeightclipError(f"epsilon must be a positive number, got {self.epsilon!r}.")
         if self.n_records is not None and not (isinstance(self.n_records, Integral) and self.n_records >= 1):
             raise WeightclipError(f"n_records must be a whole number, at least 1, got {self.n_records!r}.")
         n = found if self.n_records is None else int(self.n_records)
         delta = _defaults.delta(n) if self.delta is None else self.delta
-        if not (isinstance(delta, Real) and 0 < float(delta) < 1):
-            raise WeightclipError(f"delta must lie strictly between 0 and 1, got {delta!r}.")
-        check_budget(float(self.epsilon), float(delta))
+        check_budget(self.epsilon, delta)
         if float(delta) > 1 / n:
             warnings.warn(f"delta = {float(delta):g} is above 1/n = {1 / n:g}: choose it far smaller.", stacklevel=4)
         how = PrivateScaling() if self.preprocessing is None else self.preprocessing

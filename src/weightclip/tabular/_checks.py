@@ -48,14 +48,14 @@ LEAST_EPSILON = 1e-4
 
 def check_budget(epsilon: float, delta: float | None, one: str = "epsilon", other: str = "delta") -> None:
     """Refuse a budget that is none, or that no accountant resolves; `one` and `other` are their names in errors."""
-    if not (0 < epsilon < math.inf):
-        raise WeightclipError(f"{one} must be a positive number, got {epsilon:g}.")
+    if not (isinstance(epsilon, Real) and 0 < epsilon < math.inf):
+        raise WeightclipError(f"{one} must be a positive number, got {epsilon!r}.")
     if epsilon < LEAST_EPSILON:
         raise WeightclipError(
             f"{one} must be at least {LEAST_EPSILON:g}: with less nothing is learnt; got {epsilon:g}."
         )
-    if delta is not None and not 0 < delta < 1:
-        raise WeightclipError(f"{other} must lie strictly between 0 and 1, got {delta:g}.")
+    if delta is not None and not (isinstance(delta, Real) and 0 < delta < 1):
+        raise WeightclipError(f"{other} must lie strictly between 0 and 1, got {delta!r}.")
     if delta is not None and not 1e-20 <= delta <= 0.1:
         raise WeightclipError(f"{other} must be from 1e-20 to 0.1 (well below 1/records is usual), got {delta:g}.")
 

@@ -167,24 +167,22 @@ def plain_settings(estimator: Any, names: Sequence[str]) -> dict[str, Any]:
         WeightclipError: A value is no positive number, or a fraction is none.
     """
     chosen = {name: value for name in names if (value := getattr(estimator, name)) is not None}
-    if "hidden_layer_sizes" in chosen:
-        chosen["hidden_layer_sizes"] = _widths(chosen["hidden_layer_sizes"])
     for name, value in chosen.items():
         if name == "hidden_layer_sizes":
-            continue
-        if name == "joint_cap" and isinstance(value, (tuple, list, np.ndarray)):
+            chosen[name] = _widths(value)
+        elif name == "joint_cap" and isinstance(value, (tuple, list, np.ndarray)):
             chosen[name] = tuple(_positive(name, item) for item in value)
         else:
             chosen[name] = _positive(name, value)
-    if chosen.get("batch_fraction", 1.0) > 1:
-        raise WeightclipError(f"batch_fraction must lie in (0, 1], got {chosen['batch_fraction']!r}.")
     return chosen
 
 
 def _positive(name: str, value: Any) -> float:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
-        wanted = "a number in (0, 1]" if name == "batch_fraction" else "a positive number"
-        raise WeightclipError(f"{name} must be {wanted}, got {value!r}.")
+    number = isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) and 0 < float(value) < math.inf
+    if name == "batch_fraction" and not (number and value <= 1):
+        raise WeightclipError(f"batch_fraction must be a number in (0, 1], got {value!r}.")
+    if not number:
+        raise WeightclipError(f"{name} must be a positive number, got {value!r}.")
     return int(value) if isinstance(value, Integral) else float(value)
 
 
