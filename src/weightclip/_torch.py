@@ -29,13 +29,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-__all__ = [
-    "AnyBatchNorm", "AnyDropout", "AnyInstanceNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "ShardedGroup",
-    "SpectralNorm", "add_all_", "apply_directly", "copy_all_", "data_parallel_active", "drop_forward_hooks",
-    "forward_hooks", "hooked", "int8_product", "leaves_of", "lerp_all_", "map_tensors", "multiply_all_", "norms_of_all",
-    "optimizer_hooks", "reshaped_copy_of", "same_memory", "sharded_groups", "split_like", "storage_address",
-    "tensors_of", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
-    "version_of", "without_overrides",
+__all__ = [  # of what comes from torch as it is
+    "AnyBatchNorm", "AnyDropout", "AnyInstanceNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm",
+    "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
 
 _hooks = cast(Any, _module_file)

@@ -102,10 +102,6 @@ class Bjorck(Strategy):
     positive singular value towards 1. What holds afterwards: *all singular values ≤ C (C/√m)*, enforced by a certified
     rescale at the end; how near to C the smaller ones are depends on ``iterations`` and is not guaranteed (zero ones
     stay zero).
-
-    Attributes:
-        iterations: number of iterations.
-        order: terms of the series, 1 or more.
     """
 
     iterations: int = 15

@@ -192,10 +192,6 @@ class LipDP(BaseEstimator):
             return Table(columns, X), plan  # as they are: no copy
         return Table(columns, to_values(columns, arrays)), plan
 
-    def _values(self, X: Any) -> np.ndarray:
-        check_is_fitted(self)
-        return to_values(self.model_.encoder.columns, self._arrays(X, reset=False)[0])
-
     # -- after the fit ---------------------------------------------------------------------------------------------
 
     def _finish(self, model: Model, report: dict[str, Any]) -> None:
@@ -216,11 +212,12 @@ class LipDP(BaseEstimator):
 
     def encode(self, X: Any) -> np.ndarray:
         """Features of X, as the network takes them.  # records x features, float32"""
-        return self.model_.encoder.transform(self._values(X))
+        return self.model_.encoder.transform(self.raw(X))
 
     def raw(self, X: Any) -> np.ndarray:
         """X as numbers, categories as codes: the input of the ONNX model.  # records x columns, float64"""
-        return self._values(X)
+        check_is_fitted(self)
+        return to_values(self.model_.encoder.columns, self._arrays(X, reset=False)[0])
 
     def to_onnx(self, path: str | Path | None = None) -> Any:
         """The whole model, encoder included, as ONNX (extra ``onnx``); its input is `raw(X)`."""

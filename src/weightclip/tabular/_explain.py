@@ -13,6 +13,7 @@ from sklearn.metrics import r2_score
 from sklearn.utils.validation import check_is_fitted
 
 from weightclip.errors import WeightclipError
+from weightclip.tabular._inputs import places_of
 from weightclip.tabular._model import Model
 from weightclip.tabular._target import pretended
 
@@ -92,7 +93,7 @@ def public_importances(estimator: Any, X: Any, y: Any, repeats: int = 5, random_
     check_is_fitted(estimator)
     values, y = estimator.raw(X), np.asarray(y)
     if estimator.model_.task == "classification":
-        y = _codes(estimator, y)
+        y = places_of(y, estimator.classes_)
     return permuted(estimator.model_, values, y, repeats, random_state)
 
 
@@ -131,12 +132,6 @@ def shares(model: Model, inputs: Sequence[str]) -> np.ndarray:
     return effects / effects.sum() if effects.sum() > 0 else effects
 
 
-def _codes(estimator: Any, y: Any) -> np.ndarray:
-    """Place of each public label among the estimator's classes; -1 for one that is none of them."""
-    places = {label: i for i, label in enumerate(estimator.classes_.tolist())}
-    return np.array([places.get(label, -1) for label in np.asarray(y).tolist()])
-
-
 def _prediction(model: Model, rows: np.ndarray) -> np.ndarray:
     return model.probabilities(rows) if model.task == "classification" else model.regress(rows)
 
@@ -160,7 +155,7 @@ def calibrate(estimator: Any, X: Any, y: Any) -> Any:
     check_is_fitted(estimator)
     if getattr(estimator, "classes_", None) is None:
         raise WeightclipError("calibrate needs a classifier.")
-    codes = _codes(estimator, y)
+    codes = places_of(np.asarray(y), estimator.classes_)
     logits = estimator.model_.logits(estimator.raw(X))
     if len(codes) != len(logits) or not (codes >= 0).any():
         raise WeightclipError("calibrate needs one label of a known class for each public record.")

@@ -242,12 +242,8 @@ def dense(X: Any) -> Any:
     return np.asarray(X.toarray())
 
 
-def one_target(y: Any) -> Any:
-    """y, unless it has several columns.
-
-    Raises:
-        WeightclipError: It has: says what to do instead, and what that costs.
-    """
+def one_target(y: Any) -> None:
+    """Refuse several columns, saying what to do instead and what that costs."""
     k = y.shape[1] if len(getattr(y, "shape", ())) == 2 else 1
     if isinstance(y, (list, tuple)) and len(y) > 0 and isinstance(y[0], (list, tuple)):
         k = len(y[0])
@@ -256,7 +252,6 @@ def one_target(y: Any) -> Any:
             f"y has {k} columns (multilabel, several outputs): one model predicts one target. Fit {k} models, each "
             f"with epsilon/{k} and delta/{k} and one column of y: together they cost epsilon and delta."
         )
-    return y
 
 
 NOTE = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,24 +50,15 @@ class Coder:
     """
 
     def __init__(self, column: Column) -> None:
-        self.declared = column.categories is not None
-        self.known: dict[str, float] = {}
-        if column.categories is not None:
-            self.places = {category: float(i) for i, category in enumerate(column.categories)}
+        if column.categories is None:
+            self._code = functools.lru_cache(1_000_000)(bucket)  # a column of identifiers must not exhaust memory
+        else:
+            places = {category: float(i) for i, category in enumerate(column.categories)}
+            self._code = lambda text: places.get(text, math.nan)
 
     def __call__(self, values: Sequence[Any]) -> np.ndarray:
-        known = self.known
-        if len(known) > 1_000_000:  # a column of identifiers: forget, do not exhaust memory
-            known.clear()
         texts = (v if type(v) is str else canonical(v) for v in values)
-        return np.fromiter((known[t] if t in known else self._add(t) for t in texts), np.float64, len(values))
-
-    def _add(self, text: str | None) -> float:
-        if text is None:
-            return math.nan
-        code = self.places.get(text, math.nan) if self.declared else float(bucket(text))
-        self.known[text] = code
-        return code
+        return np.fromiter((math.nan if t is None else self._code(t) for t in texts), np.float64, len(values))
 
 
 def is_frame(X: object) -> bool:

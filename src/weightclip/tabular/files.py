@@ -12,9 +12,9 @@ import stat
 import tempfile
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -111,21 +111,15 @@ class File:
         Formal guarantees:
             Reads the file's own list of types and no value: no record can change a kind.
         """
-        if self.is_text:
-            return {}
-        with self._one_line():
-            schema = self._arrow_schema()
-        kinds = {field.name: Column(field.name, arrow_kind(field.type)) for field in schema}
-        if len(kinds) != len(schema):
+        fields = self._fields()
+        kinds = {field.name: Column(field.name, arrow_kind(field.type)) for field in fields}
+        if len(kinds) != len(fields):
             raise WeightclipError(f"{self.path}: two columns have the same name.")
         return kinds
 
     def types(self) -> dict[str, str]:
         """The types that a Parquet or Arrow file declares, in Arrow's words; empty for text."""
-        if self.is_text:
-            return {}
-        with self._one_line():
-            return {f.name: str(f.type) for f in self._arrow_schema()}
+        return {field.name: str(field.type) for field in self._fields()}
 
     def nested(self) -> set[str]:
         """Names of columns whose values are lists or records."""
@@ -191,12 +185,16 @@ class File:
             except csv.Error as error:
                 raise WeightclipError(f"{self.path}: not a table of delimited text ({error}).") from error
 
-    def _arrow_schema(self) -> Any:
-        pa, pq = pyarrow_for(self.path)
-        if self._ending in (".parquet", ".pq"):
-            return pq.read_schema(self.path)
-        with pa.memory_map(str(self.path)) as source:
-            return ipc_reader(pa, source).schema
+    def _fields(self) -> list[Any]:
+        """Names and types of a Parquet or Arrow file's columns; none of text."""
+        if self.is_text:
+            return []
+        with self._one_line():
+            pa, pq = pyarrow_for(self.path)
+            if self._ending in (".parquet", ".pq"):
+                return list(pq.read_schema(self.path))
+            with pa.memory_map(str(self.path)) as source:
+                return list(ipc_reader(pa, source).schema)
 
     def _arrow(self, columns: Sequence[str] | None) -> Iterator[Block]:
         pa, pq = pyarrow_for(self.path)
@@ -234,14 +232,6 @@ def refuse_one_class(path: Path, target: str, classes: Collection[str]) -> None:
     if len(classes) < 2:
         found = f"{len(classes)} class" if classes else "no class"
         raise WeightclipError(f"{path}: column {target!r} holds {found}: at least two are needed, or another --target.")
-
-
-def _refuse_nested(file: Source, used: Sequence[str]) -> None:
-    nested = [name for name in used if name in file.nested()]
-    if nested:
-        raise WeightclipError(
-            f"{file.path}: column {nested[0]!r} holds lists or records, not single values: leave it out (--ignore)."
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +278,10 @@ def load(file: Source, target: str, schema: Schema, regression: bool = False) ->
     used = [name for name in names if name != target and name not in schema.ignore]
     if not used:
         raise WeightclipError(f"{file.path}: no columns are left besides the target.")
-    _refuse_nested(file, [*used, target])
+    if nested := [name for name in [*used, target] if name in file.nested()]:
+        raise WeightclipError(
+            f"{file.path}: column {nested[0]!r} holds lists or records, not single values: leave it out (--ignore)."
+        )
     guesses = file.kinds()
     while True:
         try:
@@ -329,7 +322,8 @@ def _read(
             n += rows
         if n == 0:
             raise WeightclipError(f"{file.path} holds a header and no rows.")
-        mapped = _mapped(out, (n, len(columns) + 1))
+        out.flush()  # the mapping outlives the file's handle
+        mapped = np.memmap(out, dtype=np.float64, mode="r", shape=(n, len(columns) + 1))  # type: ignore[arg-type]
     codes = np.array(mapped[:, -1])
     classes = tuple(places)
     if not regression and schema.classes is None:
@@ -339,12 +333,6 @@ def _read(
         classes = tuple(order)
     inferred = tuple(c.name for c in columns if file.is_text and schema.column(c.name) is None)
     return Loaded(Table(tuple(columns), mapped[:, :-1]), codes, classes, inferred, file.path, target)
-
-
-def _mapped(file: IO[bytes], shape: tuple[int, int]) -> np.ndarray:
-    """The file's contents as an array; the mapping outlives the file's handle, and the file has no name."""
-    file.flush()
-    return np.memmap(file, dtype=np.float64, mode="r", shape=shape)  # type: ignore[arg-type]
 
 
 def _values(column: Column, raw: Any, coders: dict[str, Coder], row: int, strict: bool) -> np.ndarray:
@@ -385,6 +373,6 @@ def features(columns: Sequence[Column], block: Block, path: Path, row: int) -> n
     missing = [c.name for c in columns if c.name not in block]
     if missing:
         raise WeightclipError(f"{path} has no column {missing[0]!r}, which the model needs.")
-    coders = {c.name: Coder(replace(c)) for c in columns if c.kind == "categorical"}
+    coders = {c.name: Coder(c) for c in columns if c.kind == "categorical"}
     arrays = [_values(c, block[c.name], coders, row, strict=True) for c in columns]
     return np.stack(arrays, axis=1)
