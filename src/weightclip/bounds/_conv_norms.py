@@ -71,7 +71,8 @@ def column_sum_norm(weight: Tensor, groups: int = 1, stride: Size = 1, dilation:
     sums = weight.detach().abs().unflatten(0, (groups, -1)).sum(1, dtype=torch.float64)  # groups x c_in/g x kernel
     for axis, (s, d) in enumerate(zip(strides, dilations, strict=True), start=2):
         q, k = s // math.gcd(s, d), weight.shape[axis]
-        classes = [sums.narrow(axis, r, 1 + (k - 1 - r) // q * q)[_every(axis, q)].sum(axis) for r in range(min(q, k))]
+        every = (slice(None),) * axis + (slice(None, None, q),)
+        classes = [sums.narrow(axis, r, 1 + (k - 1 - r) // q * q)[every].sum(axis) for r in range(min(q, k))]
         sums = torch.stack(classes, axis)
     return _largest(sums) * (1.0 + (weight.numel() + 4) * _U64)
 
@@ -301,10 +302,6 @@ def _pads(padding: Padding, kernel: Sequence[int], dilations: Sequence[int]) -> 
     if isinstance(padding, str):
         raise CertificationError(f"convolution with padding={padding!r}: expected numbers, 'same' or 'valid'")
     return [(e, e) for e in per_axis(padding, len(kernel), "padding")]
-
-
-def _every(axis: int, step: int) -> tuple[slice, ...]:
-    return (slice(None),) * axis + (slice(None, None, step),)
 
 
 def _largest(values: Tensor) -> Tensor:

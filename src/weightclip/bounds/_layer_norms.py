@@ -107,8 +107,7 @@ def norm_function(
 def effective_weight(module: nn.Module) -> Tensor:
     """The weight the layer computes with (``module.weight``, unless the layer names another).
 
-    Raises:
-        CertificationError: the weight is recomputed behind ``module.weight``, so its present value proves nothing.
+    One that is recomputed behind ``module.weight`` is refused: its present value proves nothing.
     """
     named = getattr(module, "effective_weight", None)
     if callable(named):

@@ -23,7 +23,7 @@ from weightclip.tabular._explain import shares
 from weightclip.tabular._fit import find_kinds
 from weightclip.tabular._inputs import Progress, bounds_by_name, dense, label_array, plain_settings
 from weightclip.tabular._model import Model, to_onnx
-from weightclip.tabular._plan import FitPlan, NonPrivateScaling, PrivateScaling, PublicScaling
+from weightclip.tabular._plan import FitPlan, Preprocessing, PrivateScaling
 from weightclip.tabular._table import Table, array_columns, array_kinds, frame_columns, frame_kinds, is_frame, to_values
 
 _CHOICES = ("hidden_layer_sizes", "epochs", "batch_fraction", "learning_rate", "gradient_cap", "joint_cap",
@@ -85,7 +85,7 @@ class LipDP(BaseEstimator):
         if float(delta) > 1 / n:
             warnings.warn(f"delta = {float(delta):g} is above 1/n = {1 / n:g}: choose it far smaller.", stacklevel=4)
         how = PrivateScaling() if self.preprocessing is None else self.preprocessing
-        if not isinstance(how, (PrivateScaling, PublicScaling, NonPrivateScaling)):
+        if not isinstance(how, Preprocessing):
             raise WeightclipError(
                 f"preprocessing must be PrivateScaling(), PublicScaling() or NonPrivateScaling(), got {how!r}."
             )

@@ -289,11 +289,7 @@ def center_error(width: int, sigma: float, n: int) -> float:
 
 
 def fit_public(table: Table, pieces: int) -> Fitted:
-    """Fit an encoder from public ranges and categories alone; reads no record.
-
-    Raises:
-        WeightclipError: A column has no public range or categories.
-    """
+    """Fit an encoder from public ranges and categories alone, which every column must have; reads no record."""
     parts: list[Pieces | Codes] = []
     for column in table.columns:
         if column.kind == "categorical":

@@ -161,11 +161,7 @@ def threads(n_jobs: int | None) -> Iterator[None]:
 
 
 def plain_settings(estimator: Any, names: Sequence[str]) -> dict[str, Any]:
-    """What the user chose among `names` (None: not chosen), NumPy's numbers as Python's.
-
-    Raises:
-        WeightclipError: A value is no positive number, or a fraction is none.
-    """
+    """What the user chose among `names` (None: not chosen), checked, and NumPy's numbers as Python's."""
     chosen = {name: value for name in names if (value := getattr(estimator, name)) is not None}
     for name, value in chosen.items():
         if name == "hidden_layer_sizes":
@@ -194,11 +190,7 @@ def _widths(sizes: Any) -> tuple[int, ...]:
 
 
 def class_list(classes: Any) -> np.ndarray:
-    """Declared class labels as an array that keeps their types.
-
-    Raises:
-        WeightclipError: They are no list of single values, or one of them is missing.
-    """
+    """Declared class labels, a list of single values without a missing one, as an array that keeps their types."""
     if not _is_list(classes) or getattr(classes, "ndim", 1) != 1:
         raise WeightclipError(f"classes must be a list of labels like ['no', 'yes'], got {classes!r}.")
     items = classes.tolist() if hasattr(classes, "tolist") else list(classes)
@@ -226,8 +218,7 @@ _MOST = 4 << 30  # bytes of a sparse table written out
 def dense(X: Any) -> Any:
     """X, written out if it is sparse: every feature takes part in every step, so that nothing would be saved.
 
-    Raises:
-        WeightclipError: It would not fit: the shape is public, the values are not looked at.
+    Where that would not fit it is refused, by its shape, which is public: the values are not looked at.
     """
     if not issparse(X):
         return X
@@ -263,8 +254,7 @@ NOTE = (
 def weigh(plan: FitPlan, sample_weight: Any, rows: int) -> FitPlan:
     """The plan of a weighted fit; as it is without weights.
 
-    Raises:
-        WeightclipError: The weights are not one number for each record. Their values never stop a fit: it would tell.
+    Only their shape, one number for each record, is insisted on. Their values never stop a fit: it would tell.
     """
     if sample_weight is None:
         return plan

@@ -188,11 +188,7 @@ def array_kinds(dtype: np.dtype, columns: int) -> dict[str, str | None]:
 
 
 def to_values(columns: Sequence[Column], arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Raw values of named columns, each converted on its own.  # records x columns
-
-    Raises:
-        WeightclipError: A column is missing.
-    """
+    """Raw values of named columns, each converted on its own; all must be there.  # records x columns"""
     missing = [c.name for c in columns if c.name not in arrays]
     if missing:
         raise WeightclipError(f"column {missing[0]!r} is missing from the table.")

@@ -90,11 +90,7 @@ class File:
     def blocks(self, columns: Sequence[str] | None = None) -> Iterator[Block]:
         """Rows, some at a time, by column name; text as strings with None for missing.
 
-        Args:
-            columns: Columns to read; None reads all. Others are not converted: what is left out cannot fail.
-
-        Raises:
-            WeightclipError: The file cannot be read, is not UTF-8, is cut short, or rows differ in length.
+        With `columns` others are not converted: what is left out cannot fail.
         """
         with self._one_line():
             yield from self._text(columns) if self.is_text else self._arrow(columns)

@@ -127,11 +127,7 @@ def check_place(folder: str | Path, overwrite: bool, option: str = "") -> None:
 
 
 def load(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, Any]]:
-    """Weights, pipeline and privacy report of a model folder, after checking every file; runs no code from it.
-
-    Raises:
-        WeightclipError: A file is missing, was changed, or is not what it should be.
-    """
+    """Weights, pipeline and privacy report of a model folder, after checking every file; runs no code from it."""
     folder = Path(folder)
     place = standing(folder)
     expected = _parse(folder, CHECKSUMS, _read(folder, place, CHECKSUMS))
