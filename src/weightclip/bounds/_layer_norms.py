@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -11,11 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from weightclip._torch import ConvNd, ConvTransposeNd, SpectralNorm
-from weightclip.bounds._conv_norms import conv_norm, conv_transpose_norm, kernel_matrices, overlap, per_axis
+from weightclip.bounds._conv_norms import ConvNorm, Size, per_axis
 from weightclip.bounds._operator_norms import check_p, dense_norm
 from weightclip.errors import CertificationError
-
-Size = int | Sequence[int]
 
 _KINDS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -45,38 +42,6 @@ class DenseNorm:
     def overlap(self, weight: Tensor) -> int:
         """√overlap·‖matrices‖₂ bounds the 2-norm: 1 for dense weights."""
         return 1
-
-
-@dataclass(frozen=True)
-class ConvNorm:
-    """Norm of a convolution (or of its transpose), the kernel being the argument."""
-
-    p: float = 2
-    stride: tuple[int, ...] = (1,)
-    padding: tuple[int, ...] | str = (0,)
-    dilation: tuple[int, ...] = (1,)
-    groups: int = 1
-    padding_mode: str = "zeros"
-    transposed: bool = False
-    output_padding: tuple[int, ...] = (0,)
-    input_size: tuple[int, ...] | None = None
-    use_dft: bool = True
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        geometry = dict(vars(self))
-        if geometry.pop("transposed"):
-            del geometry["padding_mode"]
-            return conv_transpose_norm(weight, **geometry)
-        del geometry["output_padding"]
-        return conv_norm(weight, **geometry)
-
-    def matrices(self, weight: Tensor) -> Tensor:
-        """The kernel matrices R: (groups, rows, columns), a view of the weight."""
-        return kernel_matrices(weight, self.groups)
-
-    def overlap(self, weight: Tensor) -> int:
-        """m: √m·‖R‖₂ bounds the 2-norm."""
-        return overlap(weight.shape[2:], self.stride, self.dilation)
 
 
 def norm_function(
