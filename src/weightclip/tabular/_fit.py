@@ -36,7 +36,7 @@ from weightclip.tabular._report import privacy_report, settings_json
 from weightclip.tabular._resume import Stage
 from weightclip.tabular._table import BLOCK, Table
 from weightclip.tabular._target import Target, agreement, fit_target, pretended
-from weightclip.tabular._training import UNKNOWN, Budget, Records, Settings, Trained, train
+from weightclip.tabular._training import UNKNOWN, Records, Settings, Trained, train
 
 _IN_MEMORY = 1 << 28  # bytes of features in full precision; those of larger tables are kept in half precision
 _MAPPED = 1 << 31  # bytes of features in half precision beyond which they are kept in a mapped file
@@ -248,11 +248,8 @@ def _train(
         y = torch.from_numpy(np.where((labels >= 0) & (labels < classes), labels, UNKNOWN).astype(np.int64))
     else:  # a label beyond [0, 1], or one that is no number, contributes nothing
         y = torch.from_numpy(np.asarray(labels, dtype=np.float32))
-    return train(
-        Records(features, y, weights), outputs, _loss(classes, settings), settings,
-        Budget(plan.epsilon, plan.delta, plan.accountant, fitted.mechanisms), plan.streams, n,
-        ledger=plan.ledger, checkpoint=plan.checkpoint, look=look, progress=plan.progress,
-    )  # fmt: skip
+    records, loss = Records(features, y, weights), _loss(classes, settings)
+    return train(records, outputs, loss, settings, plan, fitted.mechanisms, n, look)
 
 
 def _loss(classes: int, settings: Settings) -> losses.Loss:
