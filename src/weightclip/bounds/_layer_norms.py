@@ -22,8 +22,8 @@ _KINDS = (
 class NormFunction(Protocol):
     """A certified norm as a function of the weight alone, the layer's geometry being fixed."""
 
-    def __call__(self, weight: Tensor, /) -> Tensor:
-        """Upper bound of the operator norm of a layer with this weight: 0-dim float64, no host synchronisation."""
+    # upper bound of the operator norm of a layer with this weight: 0-dim float64, no host synchronisation
+    def __call__(self, weight: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -66,17 +66,10 @@ class Board(Protocol):
     """Who does which run of a search, and what came of it."""
 
     @property
-    def drawn(self) -> Drawn:
-        """What was drawn before the first run."""
-
-    def runs(self) -> Iterator[int]:
-        """Numbers of the runs that this process is to do."""
-
-    def put(self, number: int, score: float, result: Any) -> None:
-        """Keep what came of a run."""
-
-    def best(self) -> tuple[float, Any]:
-        """Score and result of the run that won, once all are done."""
+    def drawn(self) -> Drawn: ...  # what was drawn before the first run
+    def runs(self) -> Iterator[int]: ...  # numbers of the runs that this process is to do
+    def put(self, number: int, score: float, result: Any) -> None: ...  # keep what came of a run
+    def best(self) -> tuple[float, Any]: ...  # score and result of the run that won, once all are done
 
 
 class OneProcess:

@@ -44,24 +44,13 @@ class Source(Protocol):
     """A table that is read in blocks: a file, or one whose columns were made into others on the way."""
 
     @property
-    def path(self) -> Path:
-        """Where it is, for people."""
-
+    def path(self) -> Path: ...  # where it is, for people
     @property
-    def is_text(self) -> bool:
-        """Whether its values are text, whose types have to be inferred."""
-
-    def blocks(self, columns: Sequence[str] | None = None) -> Iterator[Block]:
-        """Rows, some at a time, by column name."""
-
-    def header(self) -> list[str]:
-        """Column names."""
-
-    def kinds(self) -> dict[str, Column]:
-        """What is declared of its columns."""
-
-    def nested(self) -> set[str]:
-        """Names of columns whose values are lists or records."""
+    def is_text(self) -> bool: ...  # whether its values are text, whose types have to be inferred
+    def blocks(self, columns: Sequence[str] | None = None) -> Iterator[Block]: ...  # rows, some at a time
+    def header(self) -> list[str]: ...  # column names
+    def kinds(self) -> dict[str, Column]: ...  # what is declared of its columns
+    def nested(self) -> set[str]: ...  # names of columns whose values are lists or records
 
 
 @dataclass(frozen=True)
