@@ -106,9 +106,8 @@ def permuted(model: Model, values: np.ndarray, y: np.ndarray, repeats: int, seed
     rng = np.random.default_rng(seed)
 
     def score(rows: np.ndarray) -> float:
-        if model.task == "regression":
-            return float(r2_score(y, model.regress(rows)))
-        return float(np.mean(model.probabilities(rows).argmax(1) == y))
+        found = _prediction(model, rows)
+        return float(r2_score(y, found) if model.task == "regression" else np.mean(found.argmax(1) == y))
 
     whole, falls = score(values), []
     for j in range(values.shape[1]):

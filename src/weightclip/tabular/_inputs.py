@@ -203,9 +203,7 @@ def label_array(labels: Sequence[Any]) -> np.ndarray:
     """Labels as an array; those of several types stay what they are instead of all becoming text."""
     if len({type(v) for v in labels}) <= 1:
         return np.array(labels)
-    array = np.empty(len(labels), dtype=object)
-    array[:] = labels
-    return array
+    return np.fromiter(labels, dtype=object, count=len(labels))
 
 
 def _is_list(value: Any) -> bool:

@@ -17,6 +17,7 @@ from weightclip.tabular._columns import BUCKETS, Column, canonical
 _WORDS = {"true": 1.0, "false": 0.0}
 _ARROW_NUMBERS = ("int", "uint", "float", "double", "halffloat", "decimal")
 BLOCK = 1 << 16  # rows handled at a time
+_KNOWN = 1_000_000  # buckets remembered of a column: one of identifiers must not exhaust memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,7 @@ class Coder:
 
     def __init__(self, column: Column) -> None:
         if column.categories is None:
-            self._code = functools.lru_cache(1_000_000)(bucket)  # a column of identifiers must not exhaust memory
+            self._code = functools.lru_cache(_KNOWN)(bucket)
         else:
             places = {category: float(i) for i, category in enumerate(column.categories)}
             self._code = lambda text: places.get(text, math.nan)
