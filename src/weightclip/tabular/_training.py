@@ -112,8 +112,8 @@ def _sigma(budget: Budget, q: float, steps: int) -> float:
 
 
 def train(
-    records: Records, outputs: int, loss: Loss, settings: Settings, plan: FitPlan, spent: tuple[Mechanism, ...], n: int,
-    look: Mechanism | None = None,
+    records: Records, outputs: int, loss: Loss, settings: Settings, plan: FitPlan,
+    mechanisms: tuple[Mechanism, ...], n: int, look: Mechanism | None = None,
 ) -> Trained:  # fmt: skip
     """Train one network with :class:`weightclip.PrivacyEngine`.
 
@@ -123,9 +123,9 @@ def train(
     Args:
         plan: What was decided beforehand. The engine's own randomness is the operating system's, unless the plan's
             streams are seeded.
-        spent: What else the fit releases within its budget; the ledger holds it already, but for `look`.
+        mechanisms: What else counts in the budget; the ledger holds it already, but for `look`.
         n: Public number of records, from which q and T follow.
-        look: What of `spent` is released after the training, and charged then.
+        look: What of `mechanisms` is released after the training, and charged then.
 
     Formal guarantees:
         Those of the engine: T Poisson-sampled Gaussian mechanisms, `Trained.mechanism`, under adding or removing one
@@ -135,13 +135,13 @@ def train(
     """
     q, steps = settings.sample_rate(n), settings.steps(n)
     batch = min(settings.batch, n)
-    sigma = Budget(plan.epsilon, plan.delta, plan.accountant, spent).sigma(q, steps)
+    sigma = Budget(plan.epsilon, plan.delta, plan.accountant, mechanisms).sigma(q, steps)
     width = records.features.shape[1]
     model = _network(width, settings.hidden, outputs, plan.streams)
     tensors = [records.features, records.labels] + ([] if records.weights is None else [records.weights])
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr, fused=True)
     engine = PrivacyEngine(plan.accountant, ledger=plan.ledger)
-    first = 0 if plan.ledger is None else sum(m.steps for m in spent) - (look is not None)
+    first = 0 if plan.ledger is None else sum(m.steps for m in mechanisms) - (look is not None)
     looked = 0  # a look that was charged, and whose result was lost
     if plan.ledger is not None:
         looked = max(0, engine.steps - first - steps)
