@@ -56,40 +56,22 @@ if TYPE_CHECKING:  # what type checkers and editors read; `_HOMES` below is what
 __version__ = "0.2.0"
 
 _HOMES = {
-    "weightclip.accounting": ("Adjacency",),
-    "weightclip.bounds": (
-        "Bjorck",
-        "Effect",
-        "Rescale",
-        "SpectralProjection",
-        "Sphere",
-        "operator_norm_bound",
-        "register_rule",
-    ),
-    "weightclip.certificate": ("Adaptive", "Bounds", "Certificate", "Certified", "certify"),
-    "weightclip.engine": ("PrivacyEngine", "explain", "make_compatible"),
-    "weightclip.errors": ("BudgetSpent", "CertificationError", "ContractError", "WeightclipError"),
-    "weightclip.factors": ("CapNorm", "Product", "register_layer"),
-    "weightclip.losses": ("PerRecordLoss",),
-    "weightclip.noise": ("AdamAware", "Equal", "Global", "KNorm", "LeastVariance"),
-    "weightclip.sampling": ("ArrayDataset", "ArrowDataset"),
-    "weightclip.tabular": ("LipDPClassifier", "LipDPRegressor"),
+    "weightclip.accounting": "Adjacency",
+    "weightclip.bounds": "Bjorck Effect Rescale SpectralProjection Sphere operator_norm_bound register_rule",
+    "weightclip.certificate": "Adaptive Bounds Certificate Certified certify",
+    "weightclip.engine": "PrivacyEngine explain make_compatible",
+    "weightclip.errors": "BudgetSpent CertificationError ContractError WeightclipError",
+    "weightclip.factors": "CapNorm Product register_layer",
+    "weightclip.losses": "PerRecordLoss",
+    "weightclip.noise": "AdamAware Equal Global KNorm LeastVariance",
+    "weightclip.sampling": "ArrayDataset ArrowDataset",
+    "weightclip.tabular": "LipDPClassifier LipDPRegressor",
 }
 _PACKAGES = (
-    "accounting",
-    "audit",
-    "bounds",
-    "integrations",
-    "losses",
-    "models",
-    "nn",
-    "noise",
-    "sampling",
-    "search",
-    "text",
-)
+    "accounting", "audit", "bounds", "integrations", "losses", "models", "nn", "noise", "sampling", "search", "text",
+)  # fmt: skip
 
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [*_PACKAGES, *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -29,13 +29,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-__all__ = [
-    "AnyBatchNorm", "AnyDropout", "AnyInstanceNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "ShardedGroup",
-    "SpectralNorm", "add_all_", "apply_directly", "copy_all_", "data_parallel_active", "drop_forward_hooks",
-    "forward_hooks", "hooked", "int8_product", "leaves_of", "lerp_all_", "map_tensors", "multiply_all_", "norms_of_all",
-    "optimizer_hooks", "reshaped_copy_of", "same_memory", "sharded_groups", "split_like", "storage_address",
-    "tensors_of", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
-    "version_of", "without_overrides",
+__all__ = [  # of what comes from torch as it is
+    "AnyBatchNorm", "AnyDropout", "AnyInstanceNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "SpectralNorm",
+    "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
 
 _hooks = cast(Any, _module_file)
@@ -184,6 +180,14 @@ weight_norm: Callable[..., Tensor] = torch._weight_norm  # pyright: ignore[repor
 # tables of hooks
 
 
+def _own(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def _of_all() -> list[dict[int, Any]]:
+    return [getattr(_hooks, f"_global_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre")]
+
+
 def forward_hooks(module: nn.Module) -> list[Any]:
     """Hooks that run before or after the module's forward."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -191,27 +195,20 @@ def forward_hooks(module: nn.Module) -> list[Any]:
 
 def hooked(module: nn.Module) -> bool:
     """Whether any hook runs around the module's forward or backward, its own or one of all modules."""
-    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(own) or any(
-        getattr(_hooks, f"_global_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre")
-    )
+    return any(_own(module)) or any(_of_all())
 
 
 def code_of(module: nn.Module) -> list[Any]:
     """What runs when a module is called: its class's forward and its own, and all hooks; ``None`` between tables."""
-    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     found: list[Any] = [type(module).forward, module.__dict__.get("forward")]
-    for table in tables:
+    for table in _own(module):
         found += [None, *table.values()] if table else [None]
     return found
 
 
 def code_of_all_modules() -> list[Any]:
     """Hooks that run around every module."""
-    tables = [
-        getattr(_hooks, f"_global_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre")
-    ]
-    return [part for table in tables for part in (None, *table.values())]
+    return [part for table in _of_all() for part in (None, *table.values())]
 
 
 def drop_forward_hooks(module: nn.Module, which: Callable[[Any], bool]) -> None:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from weightclip.bounds import _conv_norms
 from weightclip.bounds._conv_norms import (
+    ConvNorm,
     column_sum_norm,
-    conv_norm,
-    conv_transpose_norm,
     dft_norm,
     kernel_matrix_norm,
     overlap,
@@ -132,9 +131,9 @@ def test_zero_padding_bounds_against_the_matrix(axes: int, cases: int) -> None:
             "dft": float(
                 dft_norm(case.weight, case.groups, case.dilation, case.size, stride=case.stride, padding=case.padding)
             ),
-            "least": float(conv_norm(case.weight, **case.kwargs(), input_size=case.size)),
+            "least": float(ConvNorm(**case.kwargs(), input_size=case.size)(case.weight)),
         }
-        without_size = float(conv_norm(case.weight, **case.kwargs()))
+        without_size = float(ConvNorm(**case.kwargs())(case.weight))
         assert without_size >= truth
         assert bounds["least"] <= min(bounds.values()) * (1 + 1e-12)
         assert without_size <= min(bounds["matrix"], bounds["schur"]) * (1 + 1e-12)
@@ -144,7 +143,7 @@ def test_zero_padding_bounds_against_the_matrix(axes: int, cases: int) -> None:
                 ratios[name].append(truth / bound)
         one, inf = a.abs().sum(0).max(), a.abs().sum(1).max()
         for name, p, value in (("one", 1, one), ("inf", math.inf, inf)):
-            bound = float(conv_norm(case.weight, **case.kwargs(), p=p))
+            bound = float(ConvNorm(**case.kwargs(), p=p)(case.weight))
             assert bound >= float(value), (name, case)
             if value > 0:
                 ratios[name].append(float(value) / bound)
@@ -160,7 +159,7 @@ def test_dft_is_nearly_exact_on_large_strided_and_dilated_inputs() -> None:
     for stride, dilation in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (4, 6)):
         w = torch.randn(2, 2, 3)
         a = explicit(w, (96,), stride=stride, dilation=dilation, padding=1)
-        bound = float(conv_norm(w, stride=stride, dilation=dilation, padding=1, input_size=96))
+        bound = float(ConvNorm(stride=stride, dilation=dilation, padding=1, input_size=96)(w))
         assert bound >= top(a)
         worst = min(worst, top(a) / bound)
     print(f"truth/bound at least {worst:.4f}")
@@ -170,7 +169,7 @@ def test_dft_is_nearly_exact_on_large_strided_and_dilated_inputs() -> None:
 def test_bound_at_a_size_holds_for_smaller_inputs() -> None:
     torch.manual_seed(1)
     w = torch.randn(2, 3, 3, 3)
-    bound = float(conv_norm(w, padding=1, input_size=(6, 6)))
+    bound = float(ConvNorm(padding=1, input_size=(6, 6))(w))
     for n in range(1, 7):
         assert bound >= top(explicit(w, (n, n), padding=1))
 
@@ -194,12 +193,12 @@ def test_circular_padding_against_the_matrix() -> None:
         a = explicit_circular(case.weight, case.size, pad, **kwargs)
         truth = top(a)
         common = {**kwargs, "padding": pad, "padding_mode": "circular", "input_size": case.size}
-        least = float(conv_norm(case.weight, **common))
+        least = float(ConvNorm(**common)(case.weight))
         dft = float(dft_norm(case.weight, case.groups, case.dilation, case.size, stride=case.stride, circular=True))
         assert dft >= truth and least >= truth, case
-        assert float(conv_norm(case.weight, **common, use_dft=False)) >= truth, case
-        assert float(conv_norm(case.weight, **common, p=1)) >= float(a.abs().sum(0).max()), case
-        assert float(conv_norm(case.weight, **common, p=math.inf)) >= float(a.abs().sum(1).max()), case
+        assert float(ConvNorm(**common, use_dft=False)(case.weight)) >= truth, case
+        assert float(ConvNorm(**common, p=1)(case.weight)) >= float(a.abs().sum(0).max()), case
+        assert float(ConvNorm(**common, p=math.inf)(case.weight)) >= float(a.abs().sum(1).max()), case
         ratios.append(truth / least if least > 0 else 0.0)
         wrapped += any(w > n for w, n in zip(spans, case.size, strict=True))
         strided += any(s > 1 for s in case.stride)
@@ -231,7 +230,7 @@ def test_full_circular_padding_is_exact() -> None:
 )
 def test_what_has_no_bound_is_refused_in_one_line(arguments: dict, says: str) -> None:
     with pytest.raises(CertificationError, match=says) as error:
-        conv_norm(torch.ones(1, 1, 3, 3), **arguments)
+        ConvNorm(**arguments)(torch.ones(1, 1, 3, 3))
     assert "\n" not in str(error.value)
 
 
@@ -327,7 +326,7 @@ def test_transposed_convolution_against_the_matrix(axes: int, cases: int) -> Non
         truths = {1: a.abs().sum(0).max(), 2: top(a), math.inf: a.abs().sum(1).max(), -2: top(a)}
         for p, truth in truths.items():
             sized: dict = {"input_size": size} if p == -2 else {}
-            bound = float(conv_transpose_norm(case.weight, **kwargs, p=abs(p), **sized))
+            bound = float(ConvNorm(transposed=True, **kwargs, p=abs(p), **sized)(case.weight))
             assert bound >= float(truth), (p, case, extra)
             ratios[p].append(float(truth) / bound if bound else 0.0)
     for p, values in ratios.items():
@@ -336,7 +335,7 @@ def test_transposed_convolution_against_the_matrix(axes: int, cases: int) -> Non
 
 
 def test_p_inf_of_all_ones_is_the_area() -> None:
-    assert float(conv_norm(torch.ones(1, 1, 3, 3), p=math.inf)) == pytest.approx(9, rel=1e-12)
+    assert float(ConvNorm(p=math.inf)(torch.ones(1, 1, 3, 3))) == pytest.approx(9, rel=1e-12)
     assert float(row_sum_norm(torch.ones(1, 1, 3, 3))) >= 9
     assert float(column_sum_norm(torch.ones(2, 1, 3, 3), stride=3)) == pytest.approx(2, rel=1e-12)
 
@@ -345,6 +344,6 @@ def test_nan_weights_give_nan_and_no_sum_is_lost_in_bfloat16() -> None:
     w = torch.ones(1, 1, 3, 3)
     w[0, 0, 1, 1] = math.nan
     for p in (1, 2, math.inf):
-        assert math.isnan(float(conv_norm(w, p=p, input_size=5)))
+        assert math.isnan(float(ConvNorm(p=p, input_size=5)(w)))
     cast = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert float(conv_norm(cast, padding=1, input_size=4)) >= top(explicit(cast, (4, 4), padding=1))
+    assert float(ConvNorm(padding=1, input_size=4)(cast)) >= top(explicit(cast, (4, 4), padding=1))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from weightclip.errors import WeightclipError
+from weightclip.tabular import _table
 from weightclip.tabular._columns import BUCKETS, Column, Schema, canonical
 from weightclip.tabular._table import (
     BLOCK,
@@ -46,11 +47,13 @@ def test_buckets_never_change():
     assert [bucket(v) for v in ("", "Private", "<=50K")] == [5293, 6743, 5179]
 
 
-def test_a_column_of_identifiers_does_not_fill_memory():
-    coder = Coder(Column("id", "categorical"))
-    coder.known = {str(i): 0.0 for i in range(1_000_001)}
-    coder(["a"])
-    assert len(coder.known) == 1
+def test_a_column_of_identifiers_does_not_fill_memory(monkeypatch):
+    assert Coder(Column("id", "categorical"))._code.cache_info().maxsize == 1_000_000  # type: ignore[union-attr]
+    monkeypatch.setattr(_table, "_KNOWN", 10)
+    coder, identifiers = Coder(Column("id", "categorical")), [str(i) for i in range(100)]
+    for _ in range(2):
+        assert coder(identifiers).tolist() == [bucket(i) for i in identifiers]
+        assert coder._code.cache_info().currsize == 10  # type: ignore[union-attr]
 
 
 def frames():
@@ -128,11 +131,10 @@ def test_missing_column():
         to_values([Column("b", "numeric")], {"a": np.zeros(2)})
 
 
-def test_blocks_cover_the_table_and_the_extra_column():
+def test_blocks_cover_the_table():
     values = np.arange(2.0 * (BLOCK + 5)).reshape(-1, 2)
-    table = Table((Column("a", "numeric"),) * 2, values, extra=-values[:, 0])
-    whole = np.concatenate(list(table.blocks()))
-    assert len(list(table.blocks())) == 2 and np.array_equal(whole, np.column_stack([values, -values[:, 0]]))
+    blocks = list(Table((Column("a", "numeric"),) * 2, values).blocks())
+    assert len(blocks) == 2 and np.array_equal(np.concatenate(blocks), values)
 
 
 @pytest.mark.parametrize("bad, match", [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import dp_accounting
 from dp_accounting.rdp import rdp_privacy_accountant as rdp
@@ -179,10 +179,7 @@ class PoissonRuns:
     """The number of runs of a search is Poisson(mean); it may be 0, and then nothing is released."""
 
     mean: float
-
-    @property
-    def shape(self) -> float:
-        return math.inf
+    shape: float = field(default=math.inf, init=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,6 @@ class Adjacency(enum.Enum):
         raise WeightclipError(f'adjacency must be "add_or_remove_one" or "replace_one", got {value!r}.')
 
 
-_RELATIONS = {
-    Adjacency.ADD_OR_REMOVE_ONE: dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
-    Adjacency.REPLACE_ONE: dp_accounting.NeighboringRelation.REPLACE_ONE,
-}
-
-
 @dataclass(frozen=True)
 class Mechanism:
     """A mechanism applied ``steps`` times, each time to a fresh Poisson sample.
@@ -228,11 +222,9 @@ def _pure_pld(e: float, h: float) -> pld.PrivacyLossDistribution:
 def _step_pld(m: Mechanism, h: float, adjacency: Adjacency) -> pld.PrivacyLossDistribution:
     if m.sigma is None:
         return _pure_pld(m.sampled_epsilon(adjacency), h)
+    relation = dp_accounting.NeighboringRelation[adjacency.name]
     return pld.from_gaussian_mechanism(
-        m.sigma,
-        value_discretization_interval=h,
-        sampling_prob=m.q,
-        neighboring_relation=_RELATIONS[adjacency],
+        m.sigma, value_discretization_interval=h, sampling_prob=m.q, neighboring_relation=relation
     )
 
 

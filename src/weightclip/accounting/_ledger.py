@@ -53,29 +53,25 @@ class Ledger:
     @property
     def charges(self) -> int:
         """Numbers given out so far, by all runs: the next one, while no one else writes."""
-        return 0 if self.book is None else self.book.charges - self._unused
+        return self.book.charges - self._unused
 
     def mechanisms(self) -> list[Mechanism]:
         """Everything charged so far, by all runs."""
-        return [] if self.book is None else self.book.mechanisms(self._unused)
+        return self.book.mechanisms(self._unused)
 
     def state(self) -> dict[str, Any]:
         """Which ledger this is and how far it has come: JSON-ready."""
-        book = self.book
-        return {"id": book.id if book else None, "charges": self.charges, "head": book.head if book else None}
+        return {"id": self.book.id or None, "charges": self.charges, "head": self.book.head or None}
 
     def mark(self) -> dict[str, Any]:
         """How far the ledger has come, for :meth:`counts_only`: JSON-ready."""
-        return {**self.state(), "runs": 0 if self.book is None else len(self.book.runs)}
+        return {**self.state(), "runs": len(self.book.runs)}
 
     def counts_only(self, fit: str, since: dict[str, Any]) -> bool:
         """Whether this is the ledger of :meth:`mark`, gone on, and every run since then is of this ``fit``."""
-        if since["id"] is not None and (
-            self.book is None or self.book.id != since["id"] or not self.knows(since["head"])
-        ):
+        if since["id"] is not None and (self.book.id != since["id"] or not self.knows(since["head"])):
             return False
-        runs = [] if self.book is None else self.book.runs[since["runs"] :]
-        return all(run["public"].get("fit") == fit for run in runs)
+        return all(run["public"].get("fit") == fit for run in self.book.runs[since["runs"] :])
 
     def knows(self, head: str) -> bool:
         """Whether some line, now or earlier, had this checksum."""
@@ -83,7 +79,7 @@ class Ledger:
 
     def begin(self, mechanism: Mechanism, adjacency: Adjacency, tail: float, public: dict[str, Any]) -> None:
         """Enter a run; its charges are applications of ``mechanism``, each giving away ``tail`` of delta."""
-        if self.book is None:
+        if not self.book.head:
             fields = {"weightclip_ledger": FORMAT, "id": secrets.token_hex(16), "adjacency": adjacency.value}
             line, check = chained(fields, "")
             os.ftruncate(self._fd, 0)
@@ -100,16 +96,12 @@ class Ledger:
         self._begun = True
 
     def charge(self, left: int | None = None) -> int:
-        """The number of the next release, which is on the disk when this returns.
-
-        Args:
-            left: Steps left in the budget, so that no block goes beyond it.
-        """
+        """The number of the next release, on the disk when this returns; ``left`` steps end the budget, and blocks."""
         self._refuse()
         if self._unsure:  # a write was interrupted: what the file says, counts
             self._reload()
         book = self.book
-        if book is None or not self._begun:
+        if not book.head or not self._begun:
             raise ContractError(f"ledger {self.path} has no run of this engine: call make_private first.")
         if self._unused == 0:
             count = self.block if left is None else max(1, min(self.block, left))
@@ -159,9 +151,10 @@ class Ledger:
     def _reload(self) -> None:
         """Read the file; a torn last line gives way to a whole one that counts a block."""
         data = _read(self._fd)
-        self.book, self._unused, self._unsure, self._broken = parse(data, self.path), 0, False, False
-        book = self.book
-        if book is None or book.end == len(data):
+        # one without a head stands for a file to which nothing was ever charged
+        book = self.book = parse(data, self.path) or Book("", Adjacency.ADD_OR_REMOVE_ONE, "")
+        self._unused, self._unsure, self._broken = 0, False, False
+        if not book.head or book.end == len(data):
             return
         line = b""
         if book.torn:
@@ -175,7 +168,6 @@ class Ledger:
 
     def _append(self, fields: dict[str, Any], count: int = 0) -> None:
         self._refuse()
-        assert self.book is not None
         line, check = chained(fields, self.book.head)
         self._unsure = True
         self._put(line, self.book.end)
@@ -205,7 +197,7 @@ class Ledger:
         except FileNotFoundError:
             raise ContractError(f"ledger {self.path} was removed during the run: nothing more is released.") from None
         same = (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
-        if not same or not (self._unsure or self.book is None or here.st_size == self.book.end):
+        if not same or not (self._unsure or not self.book.head or here.st_size == self.book.end):
             raise ContractError(f"ledger {self.path} was changed by someone else: nothing more is released.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:

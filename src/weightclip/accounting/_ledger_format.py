@@ -67,25 +67,15 @@ def decode(data: dict[str, Any]) -> dp_accounting.DpEvent:
 
 @dataclass
 class Book:
-    """What the whole lines of a ledger say, and what a torn last line is taken for.
+    """What the whole lines of a ledger say, and what a torn last line is taken for."""
 
-    Attributes:
-        id: Name of the ledger, random.
-        adjacency: Neighbouring relation of all its runs.
-        head: Checksum of the last line.
-        charges: Number of charges.
-        runs: Public constants of every run.
-        torn: Charges counted for a last line that is not whole: one block of the last run.
-        end: Length of the whole lines.
-    """
-
-    id: str
-    adjacency: Adjacency
-    head: str
-    charges: int = 0
-    runs: list[dict[str, Any]] = field(default_factory=list)
-    torn: int = 0
-    end: int = 0
+    id: str  # name of the ledger, random
+    adjacency: Adjacency  # neighbouring relation of all its runs
+    head: str  # checksum of the last line
+    charges: int = 0  # number of charges
+    runs: list[dict[str, Any]] = field(default_factory=list)  # public constants of every run
+    torn: int = 0  # charges counted for a last line that is not whole: one block of the last run
+    end: int = 0  # length of the whole lines
     _counts: dict[Mechanism, int] = field(default_factory=dict)
     _last: Mechanism | None = None
     _tail: float = 0.0

@@ -30,12 +30,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def __call__(self, weight: Tensor, C: float, norm_fn: NormFunction) -> Tensor:
-        """Change ``weight`` in place so that ``norm_fn(weight) <= C``.
-
-        Args:
-            weight: the stored weight.
-            C: public bound, positive.
-            norm_fn: certified norm of the layer as a function of its weight.
+        """Change ``weight`` in place so that ``norm_fn(weight) <= C``, the public bound.
 
         Returns:
             0-dim float64 tensor: certified upper bound of the norm of the stored weight. At most C, unless a weight is
@@ -56,10 +51,7 @@ class Rescale(Strategy):
         norm = norm_fn(weight)
         if norm.device.type == "cpu" and bool(norm <= C):  # nothing to do, and nothing to wait for
             return norm
-        scale, bound = _scale_to(weight, norm, C, norm_fn)
-        outside = norm > C  # False for NaN: such weights stay, and their bound is NaN
-        weight.copy_(weight.double() * torch.where(outside, scale, torch.ones_like(scale)))
-        return torch.where(outside, bound, norm)
+        return _scale_to(weight, norm, C, norm_fn, norm > C)  # False for NaN: such weights stay, and their bound is NaN
 
 
 @dataclass(frozen=True)
@@ -69,10 +61,7 @@ class Sphere(Strategy):
     @torch.no_grad()
     def __call__(self, weight: Tensor, C: float, norm_fn: NormFunction) -> Tensor:
         norm = norm_fn(weight)
-        scale, bound = _scale_to(weight, norm, C, norm_fn)
-        usable = (norm > 0) & scale.isfinite()
-        weight.copy_(weight.double() * torch.where(usable, scale, torch.ones_like(scale)))
-        return torch.where(usable, bound, norm)
+        return _scale_to(weight, norm, C, norm_fn, norm > 0)
 
 
 @dataclass(frozen=True)
@@ -107,10 +96,6 @@ class Bjorck(Strategy):
     positive singular value towards 1. What holds afterwards: *all singular values ≤ C (C/√m)*, enforced by a certified
     rescale at the end; how near to C the smaller ones are depends on ``iterations`` and is not guaranteed (zero ones
     stay zero).
-
-    Attributes:
-        iterations: number of iterations.
-        order: terms of the series, 1 or more.
     """
 
     iterations: int = 15
@@ -208,8 +193,10 @@ def clip_weights_(
     return {name: bounds[key] for name, key in owner.items()}
 
 
-def _scale_to(weight: Tensor, norm: Tensor, C: float, norm_fn: NormFunction) -> tuple[Tensor, Tensor]:
-    """(largest s, bound ≤ C) such that s·θ *rounded to its dtype* has norm at most the bound.
+def _scale_to(weight: Tensor, norm: Tensor, C: float, norm_fn: NormFunction, chosen: Tensor) -> Tensor:
+    """Where chosen, θ ← s·θ with the largest s for which s·θ *rounded to its dtype* has norm at most a bound ≤ C.
+
+    Returns that bound, and the norm as it was elsewhere.
 
     Rounding moves each entry by at most u·s|θ| (or by half a subnormal), hence the norm by at most u·s·‖θ‖_p for p = 1,
     ∞ and by √m·‖·‖_F of the change for p = 2; the sum of both covers every exponent, and every bound in ``norm_fn``.
@@ -223,7 +210,9 @@ def _scale_to(weight: Tensor, norm: Tensor, C: float, norm_fn: NormFunction) -> 
     tiny = 2.0**-24 if weight.dtype == torch.float16 else info.tiny
     moved = norm + u * (norm + math.sqrt(m) * frobenius(weight))
     scale = max(0.0, C * _ROOM - spread * tiny) / moved
-    return scale, scale * moved * (1.0 + 2.0**-50) + spread * tiny
+    chosen = chosen & scale.isfinite()
+    weight.copy_(weight.double() * torch.where(chosen, scale, torch.ones_like(scale)))
+    return torch.where(chosen, scale * moved * (1.0 + 2.0**-50) + spread * tiny, norm)
 
 
 def _inside(dtype: torch.dtype) -> float:

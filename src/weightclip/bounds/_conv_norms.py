@@ -17,6 +17,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -35,9 +37,7 @@ def overlap(kernel: Size, stride: Size = 1, dilation: Size = 1, output_size: Siz
     """m = ∏ over axes of ⌈k/(s/gcd(s, d))⌉: in how many patches one input entry can appear.
 
     Args:
-        kernel: kernel size, an int or one per axis (then stride and dilation may still be ints).
-        stride: stride.
-        dilation: dilation.
+        kernel, stride, dilation: an int or one per axis; the number of axes is the kernel's.
         output_size: number of output positions per axis, where known: no entry appears in more patches than there are.
             Not for circular padding with a kernel that wraps around its input (one patch then holds an entry twice).
     """
@@ -73,7 +73,8 @@ def column_sum_norm(weight: Tensor, groups: int = 1, stride: Size = 1, dilation:
     sums = weight.detach().abs().unflatten(0, (groups, -1)).sum(1, dtype=torch.float64)  # groups x c_in/g x kernel
     for axis, (s, d) in enumerate(zip(strides, dilations, strict=True), start=2):
         q, k = s // math.gcd(s, d), weight.shape[axis]
-        classes = [sums.narrow(axis, r, 1 + (k - 1 - r) // q * q)[_every(axis, q)].sum(axis) for r in range(min(q, k))]
+        every = (slice(None),) * axis + (slice(None, None, q),)
+        classes = [sums.narrow(axis, r, 1 + (k - 1 - r) // q * q)[every].sum(axis) for r in range(min(q, k))]
         sums = torch.stack(classes, axis)
     return _largest(sums) * (1.0 + (weight.numel() + 4) * _U64)
 
@@ -98,13 +99,12 @@ def dft_norm(
 
     Args:
         weight: ``(c_out, c_in/groups, *kernel)``.
-        groups: number of groups.
-        dilation: dilation.
+        groups, dilation: as in ``nn.Conv*d``.
         input_size: spatial size n. The zero-padding bound also holds for every smaller input, the circular one for n
             only.
         stride: stride; the exact polyphase form is used, not the stride-1 bound.
         padding: zero padding; None bounds every padding, at size n + d(k−1).
-        circular: circular padding; needs total padding ≤ d(k−1) and s | n on each axis (``conv_norm`` checks it).
+        circular: circular padding; needs total padding ≤ d(k−1) and s | n on each axis (:class:`ConvNorm` checks it).
     """
     weight = weight.detach()
     axes = weight.dim() - 2
@@ -147,102 +147,97 @@ def dft_norm(
     return torch.stack(tops).amax() + slack
 
 
-def conv_norm(
-    weight: Tensor,
-    *,
-    stride: Size = 1,
-    padding: Padding = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-    padding_mode: str = "zeros",
-    input_size: Size | None = None,
-    p: float = 2,
-    use_dft: bool = True,
-) -> Tensor:
-    """Certified upper bound of ‖A‖_p of the convolution A: the least of the bounds that hold for its geometry.
+@dataclass(frozen=True)
+class ConvNorm:
+    """Certified upper bound of ‖A‖_p of a convolution A, the kernel being the argument: the least of those that hold.
 
-    Args:
-        weight: ``(c_out, c_in/groups, *kernel)``, as cast.
+    ``nn.ConvTranspose*d`` stores its weight as ``(c_in, c_out/groups, *kernel)``, the layout of the convolution A which
+    it transposes: ‖Aᵀ‖₂ = ‖A‖₂, and the exponents 1 and ∞ change places. A's input is the transposed layer's output;
+    ``output_padding`` makes it longer.
+
+    Attributes:
+        p: 1, 2 or inf.
         stride, padding, dilation, groups, padding_mode: as in ``nn.Conv*d`` ("same" and "valid" included).
+        transposed, output_padding: of ``nn.ConvTranspose*d``.
         input_size: spatial input size, if known: adds the DFT bound and caps the overlap. The result then holds for
             inputs of at most this size (circular padding: of this size).
-        p: 1, 2 or inf.
         use_dft: whether to try the DFT bound (the tightest, and the dearest) when ``input_size`` is given.
-
-    Returns:
-        0-dim float64 tensor on the weight's device.
-
-    Raises:
-        CertificationError: the geometry has no bound (reflect, replicate, circular padding that repeats outputs).
     """
-    check_p(p)
-    axes = weight.dim() - 2
-    if axes not in (1, 2, 3):
-        raise CertificationError(f"convolution weight of {weight.dim()} dimensions: expected 3 to 5")
-    kernel = tuple(weight.shape[2:])
-    strides, dilations = per_axis(stride, axes, "stride"), per_axis(dilation, axes, "dilation")
-    pads = _pads(padding, kernel, dilations)
-    sizes = None if input_size is None else per_axis(input_size, axes, "input_size")
-    _check_padding(padding_mode, pads, kernel, strides, dilations, sizes)
-    if p == math.inf:
-        return row_sum_norm(weight)
-    if p == 1:
-        return column_sum_norm(weight, groups, strides, dilations)
 
-    outputs = None
-    circular = padding_mode == "circular"
-    if sizes is not None:
-        spans = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
-        outputs = [(n + sum(e) - w) // s + 1 for n, e, w, s in zip(sizes, pads, spans, strides, strict=True)]
-        if min(outputs) < 1:
-            raise CertificationError(f"convolution: kernel {kernel} does not fit into the padded input {tuple(sizes)}")
-        if circular and any(w > n for w, n in zip(spans, sizes, strict=True)):
-            outputs = None  # the kernel wraps around: one patch holds an entry twice
-    m = overlap(kernel, strides, dilations, outputs)
-    bound = kernel_matrix_norm(weight, groups) * (math.sqrt(m) * (1.0 + 4.0 * _U64))
-    bound = torch.minimum(bound, schur_norm(weight, groups, strides, dilations))
-    if sizes is not None and use_dft:
-        dft = dft_norm(weight, groups, dilations, sizes, stride=strides, padding=padding, circular=circular)
-        bound = torch.minimum(bound, dft)
-    return bound
+    p: float = 2
+    stride: Size = 1
+    padding: Padding = 0
+    dilation: Size = 1
+    groups: int = 1
+    padding_mode: str = "zeros"
+    transposed: bool = False
+    output_padding: Size = 0
+    input_size: Size | None = None
+    use_dft: bool = True
 
+    def __call__(self, weight: Tensor) -> Tensor:
+        """0-dim float64 tensor on the device of the weight ``(c_out, c_in/groups, *kernel)``, as cast.
 
-def conv_transpose_norm(
-    weight: Tensor,
-    *,
-    stride: Size = 1,
-    padding: Size = 0,
-    output_padding: Size = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-    input_size: Size | None = None,
-    p: float = 2,
-    use_dft: bool = True,
-) -> Tensor:
-    """Certified upper bound of ‖Aᵀ‖_p, A the convolution with the same weight from c_out to c_in channels.
-
-    ``nn.ConvTranspose*d`` stores its weight as ``(c_in, c_out/groups, *kernel)``, which is A's own layout. ‖Aᵀ‖₂ = ‖A‖₂
-    and the exponents 1 and ∞ change places. A's input is the transposed layer's output; ``output_padding`` makes it
-    longer.
-    """
-    check_p(p)
-    axes = weight.dim() - 2
-    size = None
-    if input_size is not None:
+        Geometries without a bound (reflect, replicate, circular padding that repeats outputs) are refused.
+        """
+        check_p(self.p)
+        axes = weight.dim() - 2
+        if axes not in (1, 2, 3):
+            raise CertificationError(f"convolution weight of {weight.dim()} dimensions: expected 3 to 5")
         kernel = tuple(weight.shape[2:])
-        dims = zip(
-            per_axis(input_size, axes, "input_size"), kernel, per_axis(stride, axes, "stride"),
-            per_axis(dilation, axes, "dilation"), per_axis(padding, axes, "padding"),
-            per_axis(output_padding, axes, "output_padding"), strict=True,
-        )  # fmt: skip
-        size = tuple((n - 1) * s + d * (k - 1) + 1 - 2 * e + o for n, k, s, d, e, o in dims)
-        if min(size) < 1:
-            raise CertificationError(f"transposed convolution: input {input_size} leaves an empty output")
-    dual = {1: math.inf, 2: 2, math.inf: 1}[p]
-    return conv_norm(
-        weight, stride=stride, padding=padding, dilation=dilation, groups=groups,
-        input_size=size, p=dual, use_dft=use_dft,
-    )  # fmt: skip
+        strides, dilations = per_axis(self.stride, axes, "stride"), per_axis(self.dilation, axes, "dilation")
+        sizes = None if self.input_size is None else per_axis(self.input_size, axes, "input_size")
+        if self.transposed:
+            outputs = None if sizes is None else self._outputs(sizes, kernel, strides, dilations)
+            dual = {1: math.inf, 2: 2, math.inf: 1}[self.p]
+            return replace(self, p=dual, input_size=outputs, transposed=False)(weight)
+        pads = _pads(self.padding, kernel, dilations)
+        _check_padding(self.padding_mode, pads, kernel, strides, dilations, sizes)
+        if self.p == math.inf:
+            return row_sum_norm(weight)
+        if self.p == 1:
+            return column_sum_norm(weight, self.groups, strides, dilations)
+
+        outputs = None
+        circular = self.padding_mode == "circular"
+        if sizes is not None:
+            spans = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
+            outputs = [(n + sum(e) - w) // s + 1 for n, e, w, s in zip(sizes, pads, spans, strides, strict=True)]
+            if min(outputs) < 1:
+                raise CertificationError(
+                    f"convolution: kernel {kernel} does not fit into the padded input {tuple(sizes)}"
+                )
+            if circular and any(w > n for w, n in zip(spans, sizes, strict=True)):
+                outputs = None  # the kernel wraps around: one patch holds an entry twice
+        m = overlap(kernel, strides, dilations, outputs)
+        bound = kernel_matrix_norm(weight, self.groups) * (math.sqrt(m) * (1.0 + 4.0 * _U64))
+        bound = torch.minimum(bound, schur_norm(weight, self.groups, strides, dilations))
+        if sizes is not None and self.use_dft:
+            dft = dft_norm(
+                weight, self.groups, dilations, sizes, stride=strides, padding=self.padding, circular=circular
+            )
+            bound = torch.minimum(bound, dft)
+        return bound
+
+    def _outputs(
+        self, sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Spatial output size of the transposed layer."""
+        pads = per_axis(cast(Size, self.padding), len(kernel), "padding")
+        more = per_axis(self.output_padding, len(kernel), "output_padding")
+        dims = zip(sizes, kernel, strides, dilations, pads, more, strict=True)
+        outputs = tuple((n - 1) * s + d * (k - 1) + 1 - 2 * e + o for n, k, s, d, e, o in dims)
+        if min(outputs) < 1:
+            raise CertificationError(f"transposed convolution: input {self.input_size} leaves an empty output")
+        return outputs
+
+    def matrices(self, weight: Tensor) -> Tensor:
+        """The kernel matrices R: (groups, rows, columns), a view of the weight."""
+        return kernel_matrices(weight, self.groups)
+
+    def overlap(self, weight: Tensor) -> int:
+        """m: √m·‖R‖₂ bounds the 2-norm."""
+        return overlap(weight.shape[2:], self.stride, self.dilation)
 
 
 def _check_padding(
@@ -304,10 +299,6 @@ def _pads(padding: Padding, kernel: Sequence[int], dilations: Sequence[int]) -> 
     if isinstance(padding, str):
         raise CertificationError(f"convolution with padding={padding!r}: expected numbers, 'same' or 'valid'")
     return [(e, e) for e in per_axis(padding, len(kernel), "padding")]
-
-
-def _every(axis: int, step: int) -> tuple[slice, ...]:
-    return (slice(None),) * axis + (slice(None, None, step),)
 
 
 def _largest(values: Tensor) -> Tensor:

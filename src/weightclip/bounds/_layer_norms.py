@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -11,11 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from weightclip._torch import ConvNd, ConvTransposeNd, SpectralNorm
-from weightclip.bounds._conv_norms import conv_norm, conv_transpose_norm, kernel_matrices, overlap
+from weightclip.bounds._conv_norms import ConvNorm, Size, per_axis
 from weightclip.bounds._operator_norms import check_p, dense_norm
 from weightclip.errors import CertificationError
-
-Size = int | Sequence[int]
 
 _KINDS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -25,9 +22,8 @@ _KINDS = (
 class NormFunction(Protocol):
     """A certified norm as a function of the weight alone, the layer's geometry being fixed."""
 
-    def __call__(self, weight: Tensor, /) -> Tensor:
-        """Upper bound of the operator norm of a layer with this weight: 0-dim float64, no host synchronisation."""
-        ...
+    # upper bound of the operator norm of a layer with this weight: 0-dim float64, no host synchronisation
+    def __call__(self, weight: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -48,42 +44,6 @@ class DenseNorm:
         return 1
 
 
-@dataclass(frozen=True)
-class ConvNorm:
-    """Norm of a convolution (or of its transpose), the kernel being the argument."""
-
-    p: float = 2
-    stride: tuple[int, ...] = (1,)
-    padding: tuple[int, ...] | str = (0,)
-    dilation: tuple[int, ...] = (1,)
-    groups: int = 1
-    padding_mode: str = "zeros"
-    transposed: bool = False
-    output_padding: tuple[int, ...] = (0,)
-    input_size: tuple[int, ...] | None = None
-    use_dft: bool = True
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        if self.transposed:
-            return conv_transpose_norm(
-                weight, stride=self.stride, padding=cast("tuple[int, ...]", self.padding), dilation=self.dilation,
-                output_padding=self.output_padding, groups=self.groups, input_size=self.input_size, p=self.p,
-                use_dft=self.use_dft,
-            )  # fmt: skip
-        return conv_norm(
-            weight, stride=self.stride, padding=self.padding, dilation=self.dilation, groups=self.groups,
-            padding_mode=self.padding_mode, input_size=self.input_size, p=self.p, use_dft=self.use_dft,
-        )  # fmt: skip
-
-    def matrices(self, weight: Tensor) -> Tensor:
-        """The kernel matrices R: (groups, rows, columns), a view of the weight."""
-        return kernel_matrices(weight, self.groups)
-
-    def overlap(self, weight: Tensor) -> int:
-        """m: √m·‖R‖₂ bounds the 2-norm."""
-        return overlap(weight.shape[2:], self.stride, self.dilation)
-
-
 def norm_function(
     module: nn.Module, p: float = 2, input_size: Size | None = None, *, use_dft: bool = True
 ) -> DenseNorm | ConvNorm:
@@ -101,10 +61,7 @@ def norm_function(
     if isinstance(module, nn.Linear):
         return DenseNorm(p)
     conv = cast(ConvNd, module)
-    axes = len(conv.kernel_size)
-    size = None
-    if input_size is not None:
-        size = (input_size,) * axes if isinstance(input_size, int) else tuple(int(n) for n in input_size)
+    size = None if input_size is None else per_axis(input_size, len(conv.kernel_size), "input_size")
     transposed = isinstance(conv, ConvTransposeNd)
     return ConvNorm(
         p, tuple(conv.stride), conv.padding if isinstance(conv.padding, str) else tuple(conv.padding),
@@ -115,8 +72,7 @@ def norm_function(
 def effective_weight(module: nn.Module) -> Tensor:
     """The weight the layer computes with (``module.weight``, unless the layer names another).
 
-    Raises:
-        CertificationError: the weight is recomputed behind ``module.weight``, so its present value proves nothing.
+    One that is recomputed behind ``module.weight`` is refused: its present value proves nothing.
     """
     named = getattr(module, "effective_weight", None)
     if callable(named):
@@ -149,11 +105,8 @@ def layer_norm_tensor(
     """Certified upper bound of a layer's operator norm ‖·‖_p, as a 0-dim float64 tensor, without host synchronisation.
 
     Args:
-        module: ``nn.Linear``, ``nn.Conv*d`` or ``nn.ConvTranspose*d``.
-        p: 1, 2 or inf.
-        input_size: spatial size of the largest input (convolutions).
+        module, p, input_size, use_dft: as :func:`norm_function` takes them.
         dtype: type the forward casts the weight to (autocast); the bound is then that of the cast weight.
-        use_dft: whether the DFT bound may be used.
 
     Formal guarantees:
         The result is at least the norm of the linear part of the layer for its present weights (bias excluded); it

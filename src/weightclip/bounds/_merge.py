@@ -33,8 +33,9 @@ def _constant_norm(op: Op, value: Tensor) -> float:
     return float(value.double().norm()) * math.sqrt(copies_)
 
 
-@register_rules(aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub)
+@register_rules(aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub, aten.maximum, aten.minimum)
 def _sum(op: Op, p: float) -> Effect:
+    # an extremum moves by no more than the sum of its operands' moves, and is at most their sum in size
     alpha = abs(float(op.arg(2, "alpha", 1)))
     weights = (alpha, 1.0) if op.kind.startswith("aten.rsub") else (1.0, alpha)  # rsub: other - alpha * self
     gains, offset = [], 0.0
@@ -83,17 +84,6 @@ def _div(op: Op, p: float) -> Effect:
     if smallest == 0:
         raise op.refuse("division by zero", "divide by a non-zero constant")
     return Effect(gains=(_broadcast(op, a, p) / smallest,))
-
-
-@register_rules(aten.maximum, aten.minimum)
-def _extremum(op: Op, p: float) -> Effect:
-    gains, offset = [], 0.0
-    for operand in _operands(op):
-        if isinstance(operand, Edge):
-            gains.append(_broadcast(op, operand, p))
-        else:
-            offset += _constant_norm(op, operand)
-    return Effect(gains=tuple(gains), offset=offset)
 
 
 @register_rules(aten.matmul, aten.scaled_dot_product_attention, aten.masked_fill, aten.where)

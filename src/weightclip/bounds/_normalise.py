@@ -52,7 +52,8 @@ class NormRule(LayerRule):
         sqrt(eps)."""
         if hasattr(module, "alpha"):
             return 0.0
-        return times(plain_norm_rounding(self.group_size(module, op), module.eps), x)  # type: ignore[arg-type]
+        # errors of the mean, the variance and x * scale + shift, over sqrt(eps)
+        return times(8 * (self.group_size(module, op) + 8) * 2.0**-24 / self.floor(module), x)
 
     def gain(self, module: nn.Module, op: Op, p: float, numerics: Numerics) -> Scalar:
         """1/alpha for p = 2; (1 + sqrt(n_g))/(2 alpha) for p = 1, inf; times max|gamma|."""
@@ -79,11 +80,6 @@ class NormRule(LayerRule):
         largest = plus(math.sqrt(touched) * (1 + 1e-6), self.rounding(module, op, x))
         a2 = pythagoras(module, largest, beta * math.sqrt(self.shared(module, op)))
         return times(math.sqrt(math.prod(op.out_shape)), a2) if p == 1 else a2
-
-
-def plain_norm_rounding(n: int, eps: float) -> float:
-    """Per unit of the input's norm: errors of the mean, the variance and x * scale + shift, over sqrt(eps)."""
-    return 8 * (n + 8) * 2.0**-24 / math.sqrt(eps)
 
 
 for _kind in (nn.GroupNorm, nn.LayerNorm, wnn.SafeGroupNorm, wnn.SafeInstanceNorm, wnn.SafeLayerNorm):

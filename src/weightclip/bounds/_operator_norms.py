@@ -120,7 +120,7 @@ def gram_iteration(
     for j in range(iterations):
         a = a / f.clamp_min(_TINY)[..., None, None]
         if j == 0:
-            a = a.to(_match(dtype, a))
+            a = a.to(dtype.to_complex() if a.is_complex() else dtype)
         a = a.mH @ a
         f = _fro(a)
         scales.append(f)
@@ -239,7 +239,7 @@ def _top(gram: Tensor) -> float:
     """
     n = gram.shape[-1]
     if n >= _CHOLESKY and float(gram.trace()) > 0:
-        guess = _lanczos(gram)
+        guess = lanczos(gram)
         for excess in (1e-6, 1e-5, 1e-4, 1e-3):
             mu = guess * (1.0 + excess)
             shifted = -gram
@@ -249,31 +249,29 @@ def _top(gram: Tensor) -> float:
     return max(0.0, float(torch.linalg.eigvalsh(gram)[-1]))
 
 
-def _lanczos(gram: Tensor, steps: int = 48) -> float:
-    """A lower estimate of the largest eigenvalue, from a fixed starting vector."""
+def lanczos(gram: Tensor, steps: int = 48) -> float:
+    """A lower estimate of the largest eigenvalue, from a fixed starting vector; one number is read back, at the end."""
     n = gram.shape[-1]
-    places = torch.arange(n, dtype=torch.float64)
-    basis = torch.empty(steps + 1, n, dtype=torch.float64)
+    places = torch.arange(n, dtype=torch.float64, device=gram.device)
+    basis = torch.zeros(steps + 1, n, dtype=torch.float64, device=gram.device)
     start = torch.cos(places * places * 0.37) + 1.3
     basis[0] = start / start.norm()
-    diagonal: list[float] = []
-    beside: list[float] = []
+    diagonal, beside = [], []
     for j in range(steps):
         w = gram @ basis[j]
-        diagonal.append(float(w @ basis[j]))
+        diagonal.append(w @ basis[j])
         for _ in range(2):  # twice is enough to keep the basis orthogonal
             w = w - basis[: j + 1].T @ (basis[: j + 1] @ w)
-        size = float(w.norm())
-        if not size > 1e-13 * abs(diagonal[0]):
-            break
-        beside.append(size)
-        basis[j + 1] = w / size
-    k = len(diagonal)
-    small = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-    if k > 1:
-        off = torch.tensor(beside[: k - 1], dtype=torch.float64)
-        small += torch.diag(off, 1) + torch.diag(off, -1)
-    return float(torch.linalg.eigvalsh(small)[-1])
+        size = w.norm()
+        usable = size > 1e-13 * diagonal[0].abs()  # else the space is complete: zeros from here on
+        beside.append(torch.where(usable, size, torch.zeros_like(size)))
+        basis[j + 1] = torch.where(usable, w / size, torch.zeros_like(w))
+    small = torch.diag(torch.stack(diagonal))
+    off = torch.stack(beside[:-1])
+    numbers = (small + torch.diag(off, 1) + torch.diag(off, -1)).cpu()
+    if not bool(numbers.isfinite().all()):  # LAPACK raises on NaN
+        return math.nan
+    return float(torch.linalg.eigvalsh(numbers)[-1])
 
 
 def _finish(bound: Tensor, largest: Tensor | None, total: Tensor) -> Tensor:
@@ -290,11 +288,7 @@ def _scaled(weight: Tensor) -> tuple[Tensor, Tensor | None]:
     if weight.dtype != a.dtype:
         return a, None  # squares of float32 and narrower are far inside float64's range
     largest = a.abs().amax((-2, -1))
-    return a / _nonzero(largest)[..., None, None], largest
-
-
-def _nonzero(scale: Tensor) -> Tensor:
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    return a / torch.where(largest > 0, largest, torch.ones_like(largest))[..., None, None], largest
 
 
 def _fro(a: Tensor) -> Tensor:
@@ -307,12 +301,6 @@ def _zeros(weight: Tensor) -> Tensor:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
-
-
-def _match(dtype: torch.dtype, like: Tensor) -> torch.dtype:
-    if not like.is_complex():
-        return dtype
-    return torch.complex128 if dtype == torch.float64 else torch.complex64
 
 
 def _roundoff(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:

@@ -12,11 +12,10 @@ import math
 import torch
 from torch import Tensor
 
-from weightclip.bounds._operator_norms import frobenius
+from weightclip.bounds._operator_norms import frobenius, lanczos
 
 _U64 = 2.0**-53
 _EXCESS = (1e-4, 1e-3, 1e-2)  # of the guess over the largest eigenvalue: what float32 can factorise
-_STEPS = 48
 
 
 def proved_eigenvalue(gram: Tensor) -> float | None:
@@ -33,7 +32,7 @@ def proved_eigenvalue(gram: Tensor) -> float | None:
         λ_max(S) of any symmetric matrix S is at most the result plus ‖S − gram‖₂. Neither the guess nor the
         factorisation is trusted.
     """
-    guess = _lanczos(gram)
+    guess = lanczos(gram)
     if not 1e-140 < guess < 1e140:
         return None
     scale = 2.0 ** -math.frexp(guess)[1]  # a power of two: exact, and float32 holds what comes out
@@ -69,28 +68,3 @@ def residual_bound(gram: Tensor, mu: float, factor: Tensor) -> float:
 
 def _square(factor: Tensor) -> Tensor:
     return factor @ factor.mT
-
-
-def _lanczos(gram: Tensor, steps: int = _STEPS) -> float:
-    """A lower estimate of the largest eigenvalue, from a fixed starting vector; one number is read back, at the end."""
-    n = gram.shape[-1]
-    places = torch.arange(n, dtype=torch.float64, device=gram.device)
-    basis = torch.zeros(steps + 1, n, dtype=torch.float64, device=gram.device)
-    start = torch.cos(places * places * 0.37) + 1.3
-    basis[0] = start / start.norm()
-    diagonal, beside = [], []
-    for j in range(steps):
-        w = gram @ basis[j]
-        diagonal.append(w @ basis[j])
-        for _ in range(2):  # twice is enough to keep the basis orthogonal
-            w = w - basis[: j + 1].T @ (basis[: j + 1] @ w)
-        size = w.norm()
-        usable = size > 1e-13 * diagonal[0].abs()  # else the space is complete: zeros from here on
-        beside.append(torch.where(usable, size, torch.zeros_like(size)))
-        basis[j + 1] = torch.where(usable, w / size, torch.zeros_like(w))
-    small = torch.diag(torch.stack(diagonal))
-    off = torch.stack(beside[:-1])
-    numbers = (small + torch.diag(off, 1) + torch.diag(off, -1)).cpu()
-    if not bool(numbers.isfinite().all()):  # LAPACK raises on NaN
-        return math.nan
-    return float(torch.linalg.eigvalsh(numbers)[-1])

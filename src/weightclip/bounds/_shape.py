@@ -32,10 +32,11 @@ def _isometry(op: Op, p: float) -> Effect:
     return Effect(gains=(1.0,) * len(op.shapes))
 
 
-# a reshape that keeps the record dimension (checked on every node by the graph walk) acts on each record alone
+# a reshape that keeps the record dimension (checked on every node by the graph walk) acts on each record alone;
+# detach passes no gradient, but norms: a gain of one is an upper bound for both
 for _packet in [
     aten.view, aten.reshape, aten.flatten, aten.unflatten, aten._unsafe_view, aten.contiguous, aten.clone, aten.alias,
-    aten.detach_, aten.to, aten._to_copy, aten.type_as, aten.lift_fresh_copy,
+    aten.detach, aten.detach_, aten.to, aten._to_copy, aten.type_as, aten.lift_fresh_copy,
 ]:  # fmt: skip
     register_rule(_packet, _isometry)
 register_rule(operator.getitem, _isometry)
@@ -44,12 +45,6 @@ register_rule(operator.getitem, _isometry)
 @register_rule(aten.view.dtype)
 def _reinterpret(op: Op, p: float) -> Effect:
     raise op.refuse("it reads the bits of numbers as other numbers", "use .to(dtype)")
-
-
-@register_rule(aten.detach)
-def _detach(op: Op, p: float) -> Effect:
-    # no gradient passes, but norms do: a gain of one is an upper bound for both
-    return Effect(gains=(1.0,))
 
 
 @register_rules(aten.squeeze, aten.unsqueeze, aten.select, aten.slice, aten.narrow, aten.unbind)

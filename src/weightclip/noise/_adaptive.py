@@ -47,11 +47,7 @@ class Counter:
         return None  # a copied model trains on its own
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
+        return type(None), ()
 
 
 class Quantiles:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from scipy import optimize
 from torch import Tensor, nn
@@ -94,7 +95,9 @@ class Entrywise:
         module, op = node.op.module, node.op
         assert module is not None
         room = 1 + (math.prod(op.out_shape) + math.prod(op.shapes[0]) + 64) * _U  # norms and scales are float32
-        beta = (plan.bounds.of("bias_scale", path) or 1.0) if _trains_bias(module) else 0.0
+        bias = getattr(module, "bias", None)
+        trains = isinstance(bias, Tensor) and bias.requires_grad
+        beta = (plan.bounds.of("bias_scale", path) or 1.0) if trains else 0.0
         x = plan.inputs(index, outputs)[0]
         radius, cotangent = plan.limit("layer_radius", path), plan.limit("cotangent_radius", path)
         if radius is not None:
@@ -111,26 +114,14 @@ class Entrywise:
         if self.p == 1:
             return times(one, plus(times(math.sqrt(n), x), beta))
         outer = linear and n == op.shapes[0][-1]  # one position: the gradient is an outer product
-        return times(top if outer else one, _greatest(x, beta))
-
-
-def _greatest(x: Scalar, beta: float) -> Scalar:
-    return x.clamp(min=beta) if isinstance(x, Tensor) else max(x, beta)
-
-
-def _trains_bias(module: nn.Module) -> bool:
-    bias = getattr(module, "bias", None)
-    return isinstance(bias, Tensor) and bias.requires_grad
+        return times(top if outer else one, x.clamp(min=beta) if isinstance(x, Tensor) else max(x, beta))
 
 
 def fill_(noise: Tensor, dims: list[int], kind: KNorm, epsilon0: float, deltas: Tensor, streams: Streams, step: int):
     """Write one joint draw into the flat buffer, layer after layer (bias entries still times beta)."""
     mechanism = KNormMechanism(kind.p, epsilon0)
     parts = mechanism.sample(deltas.cpu(), dims, streams.numpy(NOISE + "/k-norm", step))
-    start = 0
-    for part in parts:
-        noise[start : start + len(part)].copy_(torch.from_numpy(part))
-        start += len(part)
+    noise.copy_(torch.from_numpy(np.concatenate(parts)))
 
 
 def spread(kind: KNorm, dims: list[int], epsilon0: float, deltas: Tensor) -> Tensor:

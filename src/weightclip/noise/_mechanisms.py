@@ -35,11 +35,6 @@ def floored_at(sensitivities: Sequence[float]) -> float:
     return max(_RELATIVE_FLOOR * max(sensitivities, default=0.0), _ABSOLUTE_FLOOR)
 
 
-def _check_sigma(sigma: float) -> None:
-    if not (math.isfinite(sigma) and sigma >= 0):
-        raise WeightclipError(f"allocation: the noise multiplier must be finite and at least 0, got {sigma}.")
-
-
 def _check_sizes(dims: Sequence[int], layers: int) -> None:
     if len(dims) != layers or min(dims, default=1) < 1:
         raise WeightclipError(
@@ -67,7 +62,8 @@ class Allocation:
 
         Tensor operations only: after the first call for a model nothing waits for the device.
         """
-        _check_sigma(sigma)
+        if not (math.isfinite(sigma) and sigma >= 0):
+            raise WeightclipError(f"allocation: the noise multiplier must be finite and at least 0, got {sigma}.")
         if sensitivities.numel() == 0:
             return torch.zeros(0, dtype=torch.float64, device=sensitivities.device)
         _check_sizes(dims, sensitivities.numel())

@@ -280,7 +280,7 @@ class Release:
         """
         sums = self.sums if self.exact is None else self.exact.values()
         self.clear()  # first of all: whatever interrupts this release, no later one holds these records again
-        released, views = self._noise(sensitivities, streams, step, factors) if noise is None else noise
+        released, views = self.noise(sensitivities, streams, step, factors) if noise is None else noise
         filled: list[Tensor] = []
         totals: list[Tensor] = []
         for view, total in zip(views, sums, strict=True):
@@ -319,11 +319,6 @@ class Release:
         self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """The noise of one step's sum: all parameters in one piece, and each one's part of it; zeros without noise."""
-        return self._noise(sensitivities, streams, step, factors)
-
-    def _noise(
-        self, sensitivities: Tensor, streams: Streams, step: int, factors: Tensor | None
-    ) -> tuple[Tensor, list[Tensor]]:
         noise, views = self._room()
         if self.sigma > 0:
             self._draw(noise, views, sensitivities, streams, step, factors)

@@ -8,6 +8,7 @@ records, or on the number of workers and threads (SOUNDNESS Theorem 30).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -246,15 +247,11 @@ class Streams:
     def __reduce__(self) -> tuple[Any, ...]:
         if self._path is not None or self.is_secure:  # the latter refuse
             return Streams.from_state, (self.state(),)
-        return _part, (self._root, self._seed)  # from_state would make it the run's own
+        # from_state would make it the run's own
+        return functools.partial(Streams, seed=self._seed, path=None), (self._root,)
 
     def __repr__(self) -> str:  # never shows the root
         return "Streams.secure()" if self.is_secure else f"Streams.seeded({self._seed})"
-
-
-def _part(root: bytes, seed: int) -> Streams:
-    """Seeded streams of a part of a run, as they were pickled."""
-    return Streams(root, seed=seed, path=None)
 
 
 class Numbers:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from weightclip.tabular._explain import shares
 from weightclip.tabular._fit import find_kinds
 from weightclip.tabular._inputs import Progress, bounds_by_name, dense, label_array, plain_settings
 from weightclip.tabular._model import Model, to_onnx
-from weightclip.tabular._plan import FitPlan, NonPrivateScaling, PrivateScaling, PublicScaling
+from weightclip.tabular._plan import FitPlan, Preprocessing, PrivateScaling
 from weightclip.tabular._table import Table, array_columns, array_kinds, frame_columns, frame_kinds, is_frame, to_values
 
 _CHOICES = ("hidden_layer_sizes", "epochs", "batch_fraction", "learning_rate", "gradient_cap", "joint_cap",
@@ -98,19 +97,15 @@ class LipDP(BaseEstimator):
     # -- before a record is read -----------------------------------------------------------------------------------
 
     def _plan(self, found: int, not_covered: Sequence[str]) -> FitPlan:
-        if not (isinstance(self.epsilon, Real) and 0 < float(self.epsilon) < math.inf):
-            raise WeightclipError(f"epsilon must be a positive number, got {self.epsilon!r}.")
         if self.n_records is not None and not (isinstance(self.n_records, Integral) and self.n_records >= 1):
             raise WeightclipError(f"n_records must be a whole number, at least 1, got {self.n_records!r}.")
         n = found if self.n_records is None else int(self.n_records)
         delta = _defaults.delta(n) if self.delta is None else self.delta
-        if not (isinstance(delta, Real) and 0 < float(delta) < 1):
-            raise WeightclipError(f"delta must lie strictly between 0 and 1, got {delta!r}.")
-        check_budget(float(self.epsilon), float(delta))
+        check_budget(self.epsilon, delta)
         if float(delta) > 1 / n:
             warnings.warn(f"delta = {float(delta):g} is above 1/n = {1 / n:g}: choose it far smaller.", stacklevel=4)
         how = PrivateScaling() if self.preprocessing is None else self.preprocessing
-        if not isinstance(how, (PrivateScaling, PublicScaling, NonPrivateScaling)):
+        if not isinstance(how, Preprocessing):
             raise WeightclipError(
                 f"preprocessing must be PrivateScaling(), PublicScaling() or NonPrivateScaling(), got {how!r}."
             )
@@ -217,10 +212,6 @@ class LipDP(BaseEstimator):
             return Table(columns, X), plan  # as they are: no copy
         return Table(columns, to_values(columns, arrays)), plan
 
-    def _values(self, X: Any) -> np.ndarray:
-        check_is_fitted(self)
-        return to_values(self.model_.encoder.columns, self._arrays(X, reset=False)[0])
-
     # -- after the fit ---------------------------------------------------------------------------------------------
 
     def _finish(self, model: Model, report: dict[str, Any]) -> None:
@@ -241,11 +232,12 @@ class LipDP(BaseEstimator):
 
     def encode(self, X: Any) -> np.ndarray:
         """Features of X, as the network takes them.  # records x features, float32"""
-        return self.model_.encoder.transform(self._values(X))
+        return self.model_.encoder.transform(self.raw(X))
 
     def raw(self, X: Any) -> np.ndarray:
         """X as numbers, categories as codes: the input of the ONNX model.  # records x columns, float64"""
-        return self._values(X)
+        check_is_fitted(self)
+        return to_values(self.model_.encoder.columns, self._arrays(X, reset=False)[0])
 
     def to_onnx(self, path: str | Path | None = None) -> Any:
         """The whole model, encoder included, as ONNX (extra ``onnx``); its input is `raw(X)`."""

@@ -18,11 +18,7 @@ _COLUMN = {"name", "type", "low", "high", "categories"}
 
 
 def strict_json(data: bytes | str) -> Any:
-    """JSON as the standard has it: UTF-8, no NaN or infinity, no number that overflows, no key twice.
-
-    Raises:
-        ValueError: It is not that.
-    """
+    """JSON as the standard has it, else ValueError: UTF-8, no NaN or infinity, nothing that overflows, no key twice."""
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is no number of JSON")
@@ -48,14 +44,14 @@ LEAST_EPSILON = 1e-4
 
 def check_budget(epsilon: float, delta: float | None, one: str = "epsilon", other: str = "delta") -> None:
     """Refuse a budget that is none, or that no accountant resolves; `one` and `other` are their names in errors."""
-    if not (0 < epsilon < math.inf):
-        raise WeightclipError(f"{one} must be a positive number, got {epsilon:g}.")
+    if not (isinstance(epsilon, Real) and 0 < epsilon < math.inf):
+        raise WeightclipError(f"{one} must be a positive number, got {epsilon!r}.")
     if epsilon < LEAST_EPSILON:
         raise WeightclipError(
             f"{one} must be at least {LEAST_EPSILON:g}: with less nothing is learnt; got {epsilon:g}."
         )
-    if delta is not None and not 0 < delta < 1:
-        raise WeightclipError(f"{other} must lie strictly between 0 and 1, got {delta:g}.")
+    if delta is not None and not (isinstance(delta, Real) and 0 < delta < 1):
+        raise WeightclipError(f"{other} must lie strictly between 0 and 1, got {delta!r}.")
     if delta is not None and not 1e-20 <= delta <= 0.1:
         raise WeightclipError(f"{other} must be from 1e-20 to 0.1 (well below 1/records is usual), got {delta:g}.")
 
@@ -101,7 +97,25 @@ def _text(v: Any) -> bool:
     return whole and 3 <= lora["tokens"] <= 256 and _texts([v[k] for k in ("column", "encoder", "sha256")])
 
 
-Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
+Rule = tuple[Callable[[Any], bool], str]  # what an entry must be, and how an error says so
+Rules = Mapping[str, Rule]
+
+_TEXT: Rule = (lambda v: isinstance(v, str), "a text")
+_LIST: Rule = (lambda v: isinstance(v, list), "a list")
+_OBJECT: Rule = (lambda v: isinstance(v, dict), "an object")
+_FLAG: Rule = (lambda v: isinstance(v, bool), "true or false")
+_NUMBER: Rule = (_number, "a number")
+_POSITIVE: Rule = (lambda v: _number(v) and v > 0, "a positive number")
+_AT_LEAST_0: Rule = (lambda v: _number(v) and v >= 0, "a number of at least 0")
+_RATE: Rule = (lambda v: _number(v) and 0 < v <= 1, "a number in (0, 1]")
+_COUNT: Rule = (_whole, "a whole number of at least 0")
+_SIZE: Rule = (lambda v: _whole(v, 1), "a whole number of at least 1")
+_NUMBERS: Rule = (lambda v: isinstance(v, list) and all(map(_number, v)), "a list of numbers")
+_SENTENCES: Rule = (_texts, "a list of sentences")
+
+
+def _or_none(rule: Rule) -> Rule:
+    return lambda v: v is None or rule[0](v), rule[1]
 
 
 def _obey(entry: Any, rules: Rules, where: str, optional: frozenset[str] = frozenset()) -> None:
@@ -122,11 +136,9 @@ _SCHEMA: Rules = {
 }
 _SCHEMA_COLUMN: Rules = {
     "name": (lambda v: isinstance(v, (str, int)) and not isinstance(v, bool), "the column's name"),
-    "type": (lambda v: isinstance(v, str), "a text"),
-    "low": (_number, "a number"),
-    "high": (_number, "a number"),
+    "type": _TEXT, "low": _NUMBER, "high": _NUMBER,
     "categories": (_plains, "a list of texts, numbers or truth values"),
-}
+}  # fmt: skip
 
 
 def check_schema(data: Any) -> None:
@@ -146,49 +158,27 @@ def check_schema(data: Any) -> None:
 
 
 _REPORT: Rules = {
-    "statement": (lambda v: isinstance(v, str), "a text"),
+    "statement": _TEXT,
     "epsilon": (lambda v: v == "inf" or (_number(v) and v >= 0), 'a number of at least 0, or "inf"'),
     "delta": (lambda v: _number(v) and 0 < v < 1, "a number between 0 and 1"),
-    "target_epsilon": (lambda v: _number(v) and v > 0, "a positive number"),
+    "target_epsilon": _POSITIVE,
     "accountant": (lambda v: v in ("pld", "rdp"), '"pld" or "rdp"'),
     "adjacency": (lambda v: v == "ADD_OR_REMOVE_ONE", '"ADD_OR_REMOVE_ONE"'),
-    "mechanisms": (lambda v: isinstance(v, list), "a list"),
-    "preprocessing": (_texts, "a list of sentences"),
-    "not_covered": (_texts, "a list of sentences"),
-    "public": (lambda v: isinstance(v, dict), "an object"),
+    "mechanisms": _LIST, "preprocessing": _SENTENCES, "not_covered": _SENTENCES, "public": _OBJECT,
     "layers": (lambda v: isinstance(v, list) and len(v) > 0, "a list of layers"),
-    "search": (lambda v: isinstance(v, dict), "an object"),
-}
-_SEARCH: Rules = {
-    "mean_runs": (lambda v: _number(v) and v > 1, "a number above 1"),
-    "score": (_number, "a number"),
-}
+    "search": _OBJECT,
+}  # fmt: skip
+_SEARCH: Rules = {"mean_runs": (lambda v: _number(v) and v > 1, "a number above 1"), "score": _NUMBER}
 _MECHANISM: Rules = {
     "kind": (lambda v: v in ("gaussian", "pure"), '"gaussian" or "pure"'),
-    "sigma": (lambda v: v is None or (_number(v) and v >= 0), "a number of at least 0"),
-    "q": (lambda v: _number(v) and 0 < v <= 1, "a number in (0, 1]"),
-    "steps": (_whole, "a whole number of at least 0"),
-    "epsilon0": (lambda v: v is None or (_number(v) and v >= 0), "a number of at least 0"),
-}
-_PUBLIC: Rules = {
-    "records": (lambda v: _whole(v, 1), "a whole number of at least 1"),
-    "steps": (_whole, "a whole number of at least 0"),
-    "sample_rate": (lambda v: _number(v) and 0 < v <= 1, "a number in (0, 1]"),
-    "settings": (lambda v: isinstance(v, dict), "an object"),
-}
-_LAYER: Rules = {
-    "name": (lambda v: isinstance(v, str), "a text"),
-    "parameters": (lambda v: _whole(v, 1), "a whole number of at least 1"),
-    "sensitivity": (lambda v: _number(v) and v > 0, "a positive number"),
-    "noise": (lambda v: _number(v) and v >= 0, "a number of at least 0"),
-}
+    "sigma": _or_none(_AT_LEAST_0), "q": _RATE, "steps": _COUNT, "epsilon0": _or_none(_AT_LEAST_0),
+}  # fmt: skip
+_PUBLIC: Rules = {"records": _SIZE, "steps": _COUNT, "sample_rate": _RATE, "settings": _OBJECT}
+_LAYER: Rules = {"name": _TEXT, "parameters": _SIZE, "sensitivity": _POSITIVE, "noise": _AT_LEAST_0}
 _SETTINGS: Rules = {
-    "temperature": (lambda v: _number(v) and v > 0, "a positive number"),
-    "cap": (lambda v: v is None or (_number(v) and v > 0), "a positive number"),
-    "bias_scale": (lambda v: _number(v) and v > 0, "a positive number"),
-    "weight_norm": (lambda v: v is None or (_number(v) and v > 0), "a positive number"),
-    "joint_cap": (lambda v: v is None or _caps(v), "a positive number, or one for each layer"),
-}
+    "temperature": _POSITIVE, "cap": _or_none(_POSITIVE), "bias_scale": _POSITIVE, "weight_norm": _or_none(_POSITIVE),
+    "joint_cap": _or_none((_caps, "a positive number, or one for each layer")),
+}  # fmt: skip
 
 
 def check_report(report: Any, where: str) -> None:
@@ -207,32 +197,21 @@ def check_report(report: Any, where: str) -> None:
 
 _PIPELINE: Rules = {
     "task": (lambda v: v in ("classification", "regression"), '"classification" or "regression"'),
-    "target": (lambda v: isinstance(v, str), "a text"),
-    "columns": (lambda v: isinstance(v, list), "a list"),
-    "shift": (lambda v: isinstance(v, dict), "an object"),
+    "target": _TEXT, "columns": _LIST, "shift": _OBJECT,
     "hidden": (lambda v: isinstance(v, list) and all(_whole(w, 1) for w in v), "a list of widths"),
-    "outputs": (lambda v: _whole(v, 1), "a whole number of at least 1"),
+    "outputs": _SIZE,
     "classes": (_plains, "a list of labels"),
     "target_range": (_span, "two numbers [low, high]"),
-    "named": (lambda v: isinstance(v, bool), "true or false"),
-    "text": (lambda v: _text(v), "an object with column, encoder and sha256 (and rank and tokens of a lora)"),
+    "named": _FLAG,
+    "text": (_text, "an object with column, encoder and sha256 (and rank and tokens of a lora)"),
     "inputs": (lambda v: v is None or (_texts(v) and len(set(v)) == len(v)), "a list of column names"),
-}
-_SHIFT: Rules = {
-    "center": (lambda v: isinstance(v, list) and all(map(_number, v)), "a list of numbers"),
-    "gain": (lambda v: _number(v) and v > 0, "a positive number"),
-    "radius": (lambda v: _number(v) and v > 0, "a positive number"),
-}
+}  # fmt: skip
+_SHIFT: Rules = {"center": _NUMBERS, "gain": _POSITIVE, "radius": _POSITIVE}
 _PART: Rules = {
-    "name": (lambda v: isinstance(v, str), "a text"),
-    "type": (lambda v: isinstance(v, str), "a text"),
-    "low": (_number, "a number"),
-    "high": (_number, "a number"),
-    "categories": (_texts, "a list of texts"),
-    "edges": (lambda v: isinstance(v, list) and all(map(_number, v)), "a list of numbers"),
-    "missing": (lambda v: isinstance(v, bool), "true or false"),
+    "name": _TEXT, "type": _TEXT, "low": _NUMBER, "high": _NUMBER, "categories": (_texts, "a list of texts"),
+    "edges": _NUMBERS, "missing": _FLAG,
     "codes": (lambda v: isinstance(v, list) and all(map(_whole, v)), "a list of whole numbers"),
-}
+}  # fmt: skip
 
 
 def check_pipeline(pipeline: Any, weights: Mapping[str, np.ndarray], where: str) -> None:

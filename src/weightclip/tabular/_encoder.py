@@ -187,12 +187,8 @@ class Fitted:
 def fit_private(table: Table, sigma: float, pieces: int, door: Door, n: int) -> Fitted:
     """Fit an encoder with Gaussian releases that together have noise multiplier `sigma`.
 
-    Args:
-        table: The private records.
-        sigma: Noise multiplier of everything that is released here; 0 releases exact statistics (not private).
-        pieces: Number of intervals of a numeric column, at most.
-        door: Where releases go through.
-        n: Public number of records.
+    Without noise (`sigma` = 0) statistics are exact, and not private. `pieces` is the largest number of intervals of a
+    numeric column, `n` the public number of records.
 
     Formal guarantees:
         The encoder is a function of the releases listed in `mechanisms` and of public values, under adding or removing
@@ -255,8 +251,8 @@ def center(fitted: Fitted, table: Table, sigma: float, door: Door, n: int) -> Fi
     """
     encoder = fitted.encoder
     total = np.zeros(encoder.width + 1, dtype=np.int64)
-    for start in range(0, len(table), BLOCK):
-        features = encoder.transform(np.asarray(table.values[start : start + BLOCK]))
+    for block in table.blocks():
+        features = encoder.transform(block)
         wide = features.astype(np.float64)
         squares = np.einsum("ij,ij->i", wide, wide)
         if not (good := np.isfinite(squares)).all():
@@ -293,11 +289,7 @@ def center_error(width: int, sigma: float, n: int) -> float:
 
 
 def fit_public(table: Table, pieces: int) -> Fitted:
-    """Fit an encoder from public ranges and categories alone; reads no record.
-
-    Raises:
-        WeightclipError: A column has no public range or categories.
-    """
+    """Fit an encoder from public ranges and categories alone, which every column must have; reads no record."""
     parts: list[Pieces | Codes] = []
     for column in table.columns:
         if column.kind == "categorical":

@@ -126,13 +126,13 @@ class LipDPClassifier(ClassifierMixin, LipDP):
 
     def decision_function(self, X: Any) -> np.ndarray:
         """Outputs of the network: one per record for two classes, else one per class."""
-        values = self._values(X)
+        values = self.raw(X)
         z = self.model_.logits(values)
         return z[:, 0] if z.shape[1] == 1 else z
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Class probabilities.  # records x classes"""
-        values = self._values(X)
+        values = self.raw(X)
         return self.model_.probabilities(values)
 
     def predict(self, X: Any) -> np.ndarray:
@@ -194,5 +194,5 @@ class LipDPRegressor(RegressorMixin, LipDP):
 
     def predict(self, X: Any) -> np.ndarray:
         """Predicted numbers, within the target's range."""
-        values = self._values(X)
+        values = self.raw(X)
         return self.model_.regress(values)

@@ -13,6 +13,7 @@ from sklearn.metrics import r2_score
 from sklearn.utils.validation import check_is_fitted
 
 from weightclip.errors import WeightclipError
+from weightclip.tabular._inputs import places_of
 from weightclip.tabular._model import Model
 from weightclip.tabular._target import pretended
 
@@ -92,7 +93,7 @@ def public_importances(estimator: Any, X: Any, y: Any, repeats: int = 5, random_
     check_is_fitted(estimator)
     values, y = estimator.raw(X), np.asarray(y)
     if estimator.model_.task == "classification":
-        y = _codes(estimator, y)
+        y = places_of(y, estimator.classes_)
     return permuted(estimator.model_, values, y, repeats, random_state)
 
 
@@ -105,9 +106,8 @@ def permuted(model: Model, values: np.ndarray, y: np.ndarray, repeats: int, seed
     rng = np.random.default_rng(seed)
 
     def score(rows: np.ndarray) -> float:
-        if model.task == "regression":
-            return float(r2_score(y, model.regress(rows)))
-        return float(np.mean(model.probabilities(rows).argmax(1) == y))
+        found = _prediction(model, rows)
+        return float(r2_score(y, found) if model.task == "regression" else np.mean(found.argmax(1) == y))
 
     whole, falls = score(values), []
     for j in range(values.shape[1]):
@@ -129,12 +129,6 @@ def shares(model: Model, inputs: Sequence[str]) -> np.ndarray:
     by_name = dict(zip(found.names, found.mean, strict=True))
     effects = np.array([by_name.get(name, 0.0) for name in inputs])
     return effects / effects.sum() if effects.sum() > 0 else effects
-
-
-def _codes(estimator: Any, y: Any) -> np.ndarray:
-    """Place of each public label among the estimator's classes; -1 for one that is none of them."""
-    places = {label: i for i, label in enumerate(estimator.classes_.tolist())}
-    return np.array([places.get(label, -1) for label in np.asarray(y).tolist()])
 
 
 def _prediction(model: Model, rows: np.ndarray) -> np.ndarray:
@@ -160,7 +154,7 @@ def calibrate(estimator: Any, X: Any, y: Any) -> Any:
     check_is_fitted(estimator)
     if getattr(estimator, "classes_", None) is None:
         raise WeightclipError("calibrate needs a classifier.")
-    codes = _codes(estimator, y)
+    codes = places_of(np.asarray(y), estimator.classes_)
     logits = estimator.model_.logits(estimator.raw(X))
     if len(codes) != len(logits) or not (codes >= 0).any():
         raise WeightclipError("calibrate needs one label of a known class for each public record.")

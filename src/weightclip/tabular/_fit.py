@@ -36,7 +36,7 @@ from weightclip.tabular._report import privacy_report, settings_json
 from weightclip.tabular._resume import Stage
 from weightclip.tabular._table import BLOCK, Table
 from weightclip.tabular._target import Target, agreement, fit_target, pretended
-from weightclip.tabular._training import UNKNOWN, Budget, Records, Settings, Trained, train
+from weightclip.tabular._training import UNKNOWN, Records, Settings, Trained, train
 
 _IN_MEMORY = 1 << 28  # bytes of features in full precision; those of larger tables are kept in half precision
 _MAPPED = 1 << 31  # bytes of features in half precision beyond which they are kept in a mapped file
@@ -72,12 +72,8 @@ def find_kinds(
 def fit_classifier(table: Table, codes: np.ndarray, classes: tuple[Any, ...], target: str, plan: FitPlan):
     """A private classifier: (model, report, run).
 
-    Args:
-        table: The private records.
-        codes: Place of each record's label in `classes`; anything else contributes nothing.
-        classes: Public list of classes.
-        target: Name of the target, for people.
-        plan: What was decided beforehand.
+    Codes are places of labels in the public list of `classes`; anything else contributes nothing. `target` is its name,
+    for people.
 
     Formal guarantees:
         Model and report are (report epsilon, delta)-DP under adding or removing one record, given n, the columns' names
@@ -205,7 +201,7 @@ def _preprocess(table: Table, plan: FitPlan, n: int, sigma: float | None = None)
 
 def _statistics(table: Table, plan: FitPlan, n: int, sigma: float) -> Fitted:
     how = plan.preprocessing
-    pieces = how.pieces or _defaults.pieces(n, plan.epsilon)
+    pieces = how.pieces or _defaults.PIECES
     if isinstance(how, NonPrivateScaling):
         warnings.warn(
             "NonPrivateScaling reads feature statistics from private rows and does not pay for them: the model is not "
@@ -227,7 +223,7 @@ def _center(fitted: Fitted, table: Table, plan: FitPlan, n: int) -> Fitted:
         return center(fitted, table, 0.0, plan.door, n)
     if isinstance(plan.preprocessing, PublicScaling):
         return fitted
-    pieces = plan.preprocessing.pieces or _defaults.pieces(n, plan.epsilon)
+    pieces = plan.preprocessing.pieces or _defaults.PIECES
     mu, width = mu_left(plan), expected_width(plan.columns or table.columns, pieces)
     left = 1 - (plan.preprocessing.share or 0.2)  # no share that is not asked for exceeds 0.2
     share = min(left / 2, _defaults.center_share(center_error(width, 1 / (mu * math.sqrt(0.02)), n)))
@@ -252,11 +248,8 @@ def _train(
         y = torch.from_numpy(np.where((labels >= 0) & (labels < classes), labels, UNKNOWN).astype(np.int64))
     else:  # a label beyond [0, 1], or one that is no number, contributes nothing
         y = torch.from_numpy(np.asarray(labels, dtype=np.float32))
-    return train(
-        Records(features, y, weights), outputs, _loss(classes, settings), settings,
-        Budget(plan.epsilon, plan.delta, plan.accountant, fitted.mechanisms), plan.streams, n,
-        ledger=plan.ledger, checkpoint=plan.checkpoint, look=look, progress=plan.progress,
-    )  # fmt: skip
+    records, loss = Records(features, y, weights), _loss(classes, settings)
+    return train(records, outputs, loss, settings, plan, fitted.mechanisms, n, look)
 
 
 def _loss(classes: int, settings: Settings) -> losses.Loss:

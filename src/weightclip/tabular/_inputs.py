@@ -41,9 +41,7 @@ class Progress:
 def labels(y: Any, declared: bool) -> np.ndarray:
     """y as an array of one dimension; a list keeps every value as it is, so that one odd label changes no other.
 
-    Args:
-        y: Labels as the caller gave them.
-        declared: Whether classes (or the target's range) are public: then no value of y stops the fit.
+    Where classes (or the target's range) are `declared` in public, no value of y stops the fit.
 
     Formal guarantees:
         With `declared`, entry i depends on y[i] and on the declared type of y alone.
@@ -163,30 +161,24 @@ def threads(n_jobs: int | None) -> Iterator[None]:
 
 
 def plain_settings(estimator: Any, names: Sequence[str]) -> dict[str, Any]:
-    """What the user chose among `names` (None: not chosen), NumPy's numbers as Python's.
-
-    Raises:
-        WeightclipError: A value is no positive number, or a fraction is none.
-    """
+    """What the user chose among `names` (None: not chosen), checked, and NumPy's numbers as Python's."""
     chosen = {name: value for name in names if (value := getattr(estimator, name)) is not None}
-    if "hidden_layer_sizes" in chosen:
-        chosen["hidden_layer_sizes"] = _widths(chosen["hidden_layer_sizes"])
     for name, value in chosen.items():
         if name == "hidden_layer_sizes":
-            continue
-        if name == "joint_cap" and isinstance(value, (tuple, list, np.ndarray)):
+            chosen[name] = _widths(value)
+        elif name == "joint_cap" and isinstance(value, (tuple, list, np.ndarray)):
             chosen[name] = tuple(_positive(name, item) for item in value)
         else:
             chosen[name] = _positive(name, value)
-    if chosen.get("batch_fraction", 1.0) > 1:
-        raise WeightclipError(f"batch_fraction must lie in (0, 1], got {chosen['batch_fraction']!r}.")
     return chosen
 
 
 def _positive(name: str, value: Any) -> float:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
-        wanted = "a number in (0, 1]" if name == "batch_fraction" else "a positive number"
-        raise WeightclipError(f"{name} must be {wanted}, got {value!r}.")
+    number = isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) and 0 < float(value) < math.inf
+    if name == "batch_fraction" and not (number and value <= 1):
+        raise WeightclipError(f"batch_fraction must be a number in (0, 1], got {value!r}.")
+    if not number:
+        raise WeightclipError(f"{name} must be a positive number, got {value!r}.")
     return int(value) if isinstance(value, Integral) else float(value)
 
 
@@ -198,11 +190,7 @@ def _widths(sizes: Any) -> tuple[int, ...]:
 
 
 def class_list(classes: Any) -> np.ndarray:
-    """Declared class labels as an array that keeps their types.
-
-    Raises:
-        WeightclipError: They are no list of single values, or one of them is missing.
-    """
+    """Declared class labels, a list of single values without a missing one, as an array that keeps their types."""
     if not _is_list(classes) or getattr(classes, "ndim", 1) != 1:
         raise WeightclipError(f"classes must be a list of labels like ['no', 'yes'], got {classes!r}.")
     items = classes.tolist() if hasattr(classes, "tolist") else list(classes)
@@ -215,9 +203,7 @@ def label_array(labels: Sequence[Any]) -> np.ndarray:
     """Labels as an array; those of several types stay what they are instead of all becoming text."""
     if len({type(v) for v in labels}) <= 1:
         return np.array(labels)
-    array = np.empty(len(labels), dtype=object)
-    array[:] = labels
-    return array
+    return np.fromiter(labels, dtype=object, count=len(labels))
 
 
 def _is_list(value: Any) -> bool:
@@ -230,8 +216,7 @@ _MOST = 4 << 30  # bytes of a sparse table written out
 def dense(X: Any) -> Any:
     """X, written out if it is sparse: every feature takes part in every step, so that nothing would be saved.
 
-    Raises:
-        WeightclipError: It would not fit: the shape is public, the values are not looked at.
+    Where that would not fit it is refused, by its shape, which is public: the values are not looked at.
     """
     if not issparse(X):
         return X
@@ -246,12 +231,8 @@ def dense(X: Any) -> Any:
     return np.asarray(X.toarray())
 
 
-def one_target(y: Any) -> Any:
-    """y, unless it has several columns.
-
-    Raises:
-        WeightclipError: It has: says what to do instead, and what that costs.
-    """
+def one_target(y: Any) -> None:
+    """Refuse several columns, saying what to do instead and what that costs."""
     k = y.shape[1] if len(getattr(y, "shape", ())) == 2 else 1
     if isinstance(y, (list, tuple)) and len(y) > 0 and isinstance(y[0], (list, tuple)):
         k = len(y[0])
@@ -260,7 +241,6 @@ def one_target(y: Any) -> Any:
             f"y has {k} columns (multilabel, several outputs): one model predicts one target. Fit {k} models, each "
             f"with epsilon/{k} and delta/{k} and one column of y: together they cost epsilon and delta."
         )
-    return y
 
 
 NOTE = (
@@ -272,8 +252,7 @@ NOTE = (
 def weigh(plan: FitPlan, sample_weight: Any, rows: int) -> FitPlan:
     """The plan of a weighted fit; as it is without weights.
 
-    Raises:
-        WeightclipError: The weights are not one number for each record. Their values never stop a fit: it would tell.
+    Only their shape, one number for each record, is insisted on. Their values never stop a fit: it would tell.
     """
     if sample_weight is None:
         return plan

@@ -130,12 +130,7 @@ def to_onnx(model: Model, path: str | Path | None = None) -> Any:
 
     The input holds numbers as they are and categories as codes (`Table.values`), NaN for missing.
 
-    Args:
-        model: The fitted model.
-        path: Where to write it, if anywhere.
-
-    Returns:
-        An ``onnx.ModelProto``.
+    Returns an ``onnx.ModelProto``, and writes it to `path` if there is one.
     """
     try:
         import onnx

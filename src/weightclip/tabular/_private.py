@@ -7,9 +7,9 @@ release is one Gaussian mechanism.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Number
@@ -35,27 +35,23 @@ class Door:
         """Count one release; with a ledger it is on the disk when this returns."""
         if self.ledger is None:
             return 0
-        book = Ledger(self.ledger)
-        try:
-            book.begin(mechanism, Adjacency.ADD_OR_REMOVE_ONE, 0.0, {"secure_noise": self.streams.is_secure})
-            return book.charge()
-        finally:
-            book.close()
+        with contextlib.closing(Ledger(self.ledger)) as book:
+            return self._count(book, mechanism)
 
     def charge_next(self, mechanism: Mechanism, charges: int, begin: Callable[[Ledger], None]) -> bool:
         """Count one release if the ledger holds so many charges, and no others; whether it was counted."""
         if self.ledger is None:
             return True
-        book = Ledger(self.ledger)
-        try:
+        with contextlib.closing(Ledger(self.ledger)) as book:
             if book.charges != charges:
                 return False
             begin(book)
-            book.begin(mechanism, Adjacency.ADD_OR_REMOVE_ONE, 0.0, {"secure_noise": self.streams.is_secure})
-            book.charge()
+            self._count(book, mechanism)
             return True
-        finally:
-            book.close()
+
+    def _count(self, book: Ledger, mechanism: Mechanism) -> int:
+        book.begin(mechanism, Adjacency.ADD_OR_REMOVE_ONE, 0.0, {"secure_noise": self.streams.is_secure})
+        return book.charge()
 
     def noise(self, values: np.ndarray, sigma: float, label: str) -> np.ndarray:
         """Standard normals for the one release of these sums under this label, which is charged first.
@@ -75,21 +71,17 @@ class Door:
         return self.streams.for_release(number, content).numpy(label).standard_normal(values.shape)
 
 
-def charged(ledger: str | os.PathLike[str] | None) -> tuple[Mechanism, ...]:
-    """Everything that a ledger holds; nothing without one."""
-    if ledger is None:
-        return ()
-    book = Ledger(ledger)
-    try:
+def charged(ledger: Path) -> tuple[Mechanism, ...]:
+    """Everything that a ledger holds."""
+    with contextlib.closing(Ledger(ledger)) as book:
         return tuple(book.mechanisms())
-    finally:
-        book.close()
 
 
 Chunks = Callable[[], Iterable[np.ndarray]]  # makes a fresh pass over the raw values, in blocks  # rows x columns
 
 # Two empty buckets a column pass the threshold by chance: features that are always zero, and do no harm.
 THRESHOLD = 3.5
+_MOST = 256  # features of a column whose categories are not declared
 _DECADES = (-6.0, 12.0)  # magnitudes that are told apart when nothing is known of a column
 _SIDE = 37  # boundaries on each side of zero: two to a decade
 _DRIFT, _EVIDENCE, _WINDOW = 1.75, 3.5, 4  # in deviations a bin, deviations, bins
@@ -152,19 +144,13 @@ class Forest:
         chunks: Passes over the private values.
         columns: Which raw columns are counted.
         sigma: Noise multiplier; 0 counts without noise (not private).
-        door: Where the release goes through.
         label: Names the stream; every release needs its own.
     """
 
     def __init__(
-        self,
-        boundaries: Sequence[np.ndarray],
-        chunks: Chunks,
-        columns: Sequence[int],
-        sigma: float,
-        door: Door,
+        self, boundaries: Sequence[np.ndarray], chunks: Chunks, columns: Sequence[int], sigma: float, door: Door,
         label: str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.boundaries = [np.asarray(b, dtype=np.float64) for b in boundaries]
         leaves = len(self.boundaries[0]) - 1
         self.levels = leaves.bit_length() - 1
@@ -198,8 +184,7 @@ class Forest:
 def consistent(tree: list[np.ndarray]) -> np.ndarray:
     """Least-squares leaf counts of a noisy binary tree whose root is not counted (Hay et al. 2010).
 
-    Args:
-        tree: Counts by level, 2, 4, 8, ... nodes, all with noise of one size.  # columns x nodes
+    `tree` holds counts by level, 2, 4, 8, ... nodes, all with noise of one size.  # columns x nodes
     """
     up = [tree[-1]]
     for depth, level in enumerate(reversed(tree[:-1]), start=1):
@@ -311,9 +296,7 @@ def mixed_grid(low: float, high: float, levels: int) -> np.ndarray:
     return grid
 
 
-def frequent_buckets(
-    chunks: Chunks, columns: Sequence[int], sigma: float, door: Door, label: str, most: int = 256
-) -> list[np.ndarray]:
+def frequent_buckets(chunks: Chunks, columns: Sequence[int], sigma: float, door: Door, label: str) -> list[np.ndarray]:
     """Buckets of a public hash that many records of a column fall into, for each column.
 
     Formal guarantees:
@@ -327,6 +310,6 @@ def frequent_buckets(
     result = []
     for row in release(counts, len(columns), sigma, door, label):
         passed = np.flatnonzero(row >= threshold)
-        best = passed[np.argsort(row[passed])[::-1][:most]]
+        best = passed[np.argsort(row[passed])[::-1][:_MOST]]
         result.append(np.sort(best))
     return result

@@ -22,6 +22,7 @@ NOT_COVERED = (
     "bit patterns of floating-point noise",
     "place: rounding of one record's own activations where it depends on the size of its batch or on its row in it",
 )
+GUESSED = "anyone who can guess random_state: noise from a seed protects only while it is secret"
 
 
 def left_of(delta: float, mechanisms: Sequence[Mechanism]) -> float:
@@ -39,7 +40,7 @@ def privacy_report(fitted: Fitted, run: Trained, plan: FitPlan, n: int, public: 
     mechanisms, delta, accountant = [*fitted.mechanisms, run.mechanism], plan.delta, plan.accountant
     secure = plan.streams.is_secure
     total = math.inf if fitted.uncovered else epsilon(mechanisms, left_of(delta, mechanisms), accountant)
-    report: dict[str, Any] = {
+    return {
         "format": FORMAT,
         "statement": f"({_text(total)}, {delta:g})-differentially private for adding or removing one record.",
         "epsilon": _number(total),
@@ -49,18 +50,14 @@ def privacy_report(fitted: Fitted, run: Trained, plan: FitPlan, n: int, public: 
         "accountant": accountant,
         "mechanisms": [_entry(m, delta, accountant) for m in mechanisms],
         "preprocessing": [*fitted.statements, *(f"NOT PRIVATE: {u}" for u in fitted.uncovered)],
-        "public": {"records": n, **public},
-        "not_covered": [*fitted.uncovered, *plan.not_covered, *NOT_COVERED],
+        "public": {
+            "records": n, **public, "sample_rate": run.q, "expected_batch_size": run.batch, "steps": run.steps,
+        },
+        "not_covered": [*(() if secure else (GUESSED,)), *fitted.uncovered, *plan.not_covered, *NOT_COVERED],
         "secure_noise": secure,
         "library": {name: version_of_package(name) for name in ("weightclip", "torch", "dp-accounting")},
-    }
-    report["public"] |= {"sample_rate": run.q, "expected_batch_size": run.batch, "steps": run.steps}
-    report["layers"] = list(run.layers)
-    if not secure:
-        report["not_covered"].insert(
-            0, "anyone who can guess random_state: noise from a seed protects only while it is secret"
-        )
-    return report
+        "layers": list(run.layers),
+    }  # fmt: skip
 
 
 def settings_json(settings: Settings) -> dict[str, Any]:
@@ -102,15 +99,10 @@ def searched_epsilon(mechanisms: Sequence[Mechanism], delta: float, mean_runs: f
 def searched_report(
     run: dict[str, Any], mechanisms: Sequence[Mechanism], mean_runs: float, target: float, n: int, score: float
 ) -> dict[str, Any]:
-    """The report of a whole search, from that of the run that won.
+    """The report of a whole search, from that of the `run` that won with a noisy `score` per record.
 
-    Args:
-        run: Report of the winner.
-        mechanisms: What one run releases, its score included.
-        mean_runs: Mean of the geometric number of runs.
-        target: Budget of the whole search.
-        n: Public number of records, those of the validation included.
-        score: The winner's noisy score, per record.
+    `mechanisms` are what one run releases, its score included; `target` is the budget of the whole search, and `n`
+    the public number of records, those of the validation included.
     """
     delta = run["delta"]
     total = searched_epsilon(mechanisms, delta, mean_runs, target)

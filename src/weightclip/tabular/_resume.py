@@ -5,6 +5,7 @@ Only released values are kept there. How much was spent is never read from it: t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from weightclip.accounting import Ledger, Mechanism
 from weightclip.errors import ContractError, WeightclipError
@@ -115,7 +116,10 @@ class Checkpoint:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise WeightclipError(f"{place} cannot be read ({type(error).__name__}): remove {self.folder}.") from error
         stage = make()
-        mark = _mark(ledger)
+        mark = None
+        if ledger is not None:
+            with contextlib.closing(Ledger(ledger)) as book:
+                mark = book.mark()  # how far it has come
         if mark is not None and mark["charges"] != stage.charged:
             raise ContractError(f"ledger {ledger} was charged by another run during this fit: start again.")
         told = {"options": self.options, "stage": stage.to_json(), "ledger": mark, "fit": secrets.token_hex(8)}
@@ -150,10 +154,7 @@ class Checkpoint:
 
     def save_average(self, average: ParameterAverage) -> None:
         """Keep the average of the weights."""
-        state = average.state_dict()
-        scratch = self.folder / f".{_AVERAGE}.{secrets.token_hex(4)}"
-        save_file(state["average"], str(scratch))
-        os.replace(scratch, self.folder / _AVERAGE)
+        _write(self.folder / _AVERAGE, safetensors.torch.save(average.state_dict()["average"]))
 
     def load_average(self, average: ParameterAverage) -> None:
         """Take up the average again, if one was kept."""
@@ -161,22 +162,11 @@ class Checkpoint:
         if not place.is_file():
             return
         try:
-            kept = load_file(str(place))
+            kept = safetensors.torch.load_file(place)
             ordered = {name: kept[name] for name in average.state_dict()["average"]}
             average.load_state_dict({"steps": 1, "average": ordered})
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
             raise WeightclipError(f"{place} cannot be read ({type(error).__name__}): remove {self.folder}.") from error
-
-
-def _mark(ledger: Path | None) -> dict[str, Any] | None:
-    """How far the ledger has come."""
-    if ledger is None:
-        return None
-    book = Ledger(ledger)
-    try:
-        return book.mark()
-    finally:
-        book.close()
 
 
 def _write(place: Path, data: bytes) -> None:

@@ -66,21 +66,10 @@ class Board(Protocol):
     """Who does which run of a search, and what came of it."""
 
     @property
-    def drawn(self) -> Drawn:
-        """What was drawn before the first run."""
-        ...
-
-    def runs(self) -> Iterator[int]:
-        """Numbers of the runs that this process is to do."""
-        ...
-
-    def put(self, number: int, score: float, result: Any) -> None:
-        """Keep what came of a run."""
-        ...
-
-    def best(self) -> tuple[float, Any]:
-        """Score and result of the run that won, once all are done."""
-        ...
+    def drawn(self) -> Drawn: ...  # what was drawn before the first run
+    def runs(self) -> Iterator[int]: ...  # numbers of the runs that this process is to do
+    def put(self, number: int, score: float, result: Any) -> None: ...  # keep what came of a run
+    def best(self) -> tuple[float, Any]: ...  # score and result of the run that won, once all are done
 
 
 class OneProcess:
@@ -93,17 +82,12 @@ class OneProcess:
     """
 
     def __init__(self, drawn: Drawn) -> None:
-        self._drawn = drawn
+        self.drawn = drawn
         self._best: tuple[float, Any] | None = None
-
-    @property
-    def drawn(self) -> Drawn:
-        """What was drawn before the first run."""
-        return self._drawn
 
     def runs(self) -> Iterator[int]:
         """All of them."""
-        return iter(range(len(self._drawn.candidates)))
+        return iter(range(len(self.drawn.candidates)))
 
     def put(self, number: int, score: float, result: Any) -> None:
         """Keep it if it is better than all before."""
@@ -121,10 +105,8 @@ class OneProcess:
 def take_part(run: PrivateRun[T], root: Streams, board: Board) -> None:
     """Do the runs that fall to this process.
 
-    Args:
-        run: One private run; it draws its candidate with the generator, independently of the records.
-        root: Randomness of this process; each run gets streams of its own.
-        board: Where runs are given out, and results kept.
+    `run` draws its candidate with the generator, independently of the records; each run gets streams of its own from
+    `root`, the randomness of this process.
 
     Formal guarantees:
         A run that fails is a run that is done, with the lowest of all scores: whether it fails may depend on records
@@ -206,10 +188,7 @@ class SearchPlan:
 def search(task: Task, how: SearchPlan, board: Board | None = None) -> tuple[Model, dict[str, Any]]:
     """The best of a random number of random candidates: its model, and a report of what the whole search cost.
 
-    Args:
-        task: The records.
-        how: What is fixed beforehand.
-        board: Who does which run, where several processes share them; None: this one does all.
+    Where several processes share the runs, `board` says who does which; None: this one does all.
 
     Formal guarantees:
         Model and report are (report epsilon, delta)-DP under adding or removing one record, given the number of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from weightclip.tabular._columns import BUCKETS, Column, canonical
 _WORDS = {"true": 1.0, "false": 0.0}
 _ARROW_NUMBERS = ("int", "uint", "float", "double", "halffloat", "decimal")
 BLOCK = 1 << 16  # rows handled at a time
+_KNOWN = 1_000_000  # buckets remembered of a column: one of identifiers must not exhaust memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +26,6 @@ class Table:
 
     columns: tuple[Column, ...]  # what is publicly known of each column
     values: np.ndarray  # in memory, or mapped from a file; records x columns, float64
-    extra: np.ndarray | None = None  # one more column, the last, kept apart so that a mapped array need not be copied
 
     def __len__(self) -> int:
         return len(self.values)
@@ -32,8 +33,7 @@ class Table:
     def blocks(self) -> Iterator[np.ndarray]:
         """The values, some rows at a time."""
         for start in range(0, len(self.values), BLOCK):
-            block = np.asarray(self.values[start : start + BLOCK])
-            yield block if self.extra is None else np.column_stack([block, self.extra[start : start + BLOCK]])
+            yield np.asarray(self.values[start : start + BLOCK])
 
 
 def bucket(value: str) -> int:
@@ -51,24 +51,15 @@ class Coder:
     """
 
     def __init__(self, column: Column) -> None:
-        self.declared = column.categories is not None
-        self.known: dict[str, float] = {}
-        if column.categories is not None:
-            self.places = {category: float(i) for i, category in enumerate(column.categories)}
+        if column.categories is None:
+            self._code = functools.lru_cache(_KNOWN)(bucket)
+        else:
+            places = {category: float(i) for i, category in enumerate(column.categories)}
+            self._code = lambda text: places.get(text, math.nan)
 
     def __call__(self, values: Sequence[Any]) -> np.ndarray:
-        known = self.known
-        if len(known) > 1_000_000:  # a column of identifiers: forget, do not exhaust memory
-            known.clear()
         texts = (v if type(v) is str else canonical(v) for v in values)
-        return np.fromiter((known[t] if t in known else self._add(t) for t in texts), np.float64, len(values))
-
-    def _add(self, text: str | None) -> float:
-        if text is None:
-            return math.nan
-        code = self.places.get(text, math.nan) if self.declared else float(bucket(text))
-        self.known[text] = code
-        return code
+        return np.fromiter((math.nan if t is None else self._code(t) for t in texts), np.float64, len(values))
 
 
 def is_frame(X: object) -> bool:
@@ -89,7 +80,7 @@ def _opened(X: Any) -> tuple[list[tuple[str, Any]], Callable[[Any], np.ndarray],
     if hasattr(X, "column_names") and hasattr(X, "column"):  # Arrow
         return [(str(c), X.column(c)) for c in X.column_names], _from_arrow, lambda column: arrow_kind(column.type)
     columns = [(str(name), X.iloc[:, i]) for i, name in enumerate(X.columns)]
-    return columns, _from_pandas, lambda series: _pandas_kind(series.dtype)
+    return columns, _from_pandas, lambda series: _numpy_kind(series.dtype)
 
 
 def _from_polars(series: Any) -> np.ndarray:
@@ -107,21 +98,18 @@ def _from_arrow(column: Any) -> np.ndarray:
 
 def _each(whole: Callable[[], list[Any]], single: Callable[[int], Any], count: int) -> np.ndarray:
     """The values of a column as Python's; one that Python has none for (a date beyond its calendar) is missing."""
-    try:
-        values = whole()
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
-        raise
-    except BaseException:  # a panic of polars is no Exception; one odd value must not stop a fit
-        values = [_or_none(single, i) for i in range(count)]
+    values = _or_none(whole)
+    if values is None:
+        values = [_or_none(lambda i=i: single(i)) for i in range(count)]
     return np.fromiter(values, dtype=object, count=count)
 
 
-def _or_none(single: Callable[[int], Any], place: int) -> Any:
+def _or_none(read: Callable[[], Any]) -> Any:
     try:
-        return single(place)
+        return read()
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
-    except BaseException:
+    except BaseException:  # a panic of polars is no Exception; one odd value must not stop a fit
         return None
 
 
@@ -175,7 +163,8 @@ def arrow_kind(type_: Any) -> str:
     return "numeric" if name.startswith(_ARROW_NUMBERS) else "flag" if name == "bool" else "categorical"
 
 
-def _pandas_kind(dtype: Any) -> str | None:
+def _numpy_kind(dtype: Any) -> str | None:
+    """Kind by a type of NumPy or pandas; None for Python objects."""
     if isinstance(dtype, np.dtype) and dtype.kind == "O":
         return None
     return {"i": "numeric", "u": "numeric", "f": "numeric", "b": "flag"}.get(getattr(dtype, "kind", "O"), "categorical")
@@ -196,16 +185,11 @@ def array_columns(X: np.ndarray) -> dict[str, np.ndarray]:
 
 def array_kinds(dtype: np.dtype, columns: int) -> dict[str, str | None]:
     """Kinds of the columns of an array by its type; None for Python objects (and lists, which have no type)."""
-    kind = {"i": "numeric", "u": "numeric", "f": "numeric", "b": "flag", "O": None}.get(dtype.kind, "categorical")
-    return {str(j): kind for j in range(columns)}
+    return {str(j): _numpy_kind(dtype) for j in range(columns)}
 
 
 def to_values(columns: Sequence[Column], arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Raw values of named columns, each converted on its own.  # records x columns
-
-    Raises:
-        WeightclipError: A column is missing.
-    """
+    """Raw values of named columns, each converted on its own; all must be there.  # records x columns"""
     missing = [c.name for c in columns if c.name not in arrays]
     if missing:
         raise WeightclipError(f"column {missing[0]!r} is missing from the table.")

@@ -30,16 +30,11 @@ Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]
 
 @dataclass(frozen=True)
 class Target:
-    """How a numeric target is scaled.
+    """How a numeric target is scaled."""
 
-    Attributes:
-        low, high: Interval that holds nearly all of it; predictions stay inside.
-        middle, unit: What the network learns is (y − middle)/unit.
-    """
-
-    low: float
+    low: float  # of the interval that holds nearly all of it; predictions stay inside
     high: float
-    middle: float
+    middle: float  # what the network learns is (y − middle)/unit
     unit: float
 
     @classmethod
@@ -118,7 +113,6 @@ def agreement(
         features: Number of features, as released.
         n: Public number of records.
         sigma: Noise multiplier; 0 is not private.
-        door: Where the releases go through.
 
     Formal guarantees:
         Two Gaussian mechanisms under adding or removing one record, which together have multiplier `sigma`, as their

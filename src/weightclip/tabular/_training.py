@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from weightclip.models import MLP
 from weightclip.nn import ParameterAverage
 from weightclip.noise import Streams
 from weightclip.sampling import TAIL
+from weightclip.tabular._plan import FitPlan
 from weightclip.tabular._resume import Checkpoint
 
 _PIECE = 1 << 22  # numbers of a physical batch: larger draws are handed out in pieces, so that memory stays bounded
@@ -118,35 +117,20 @@ def _sigma(budget: Budget, q: float, steps: int) -> float:
 
 
 def train(
-    records: Records,
-    outputs: int,
-    loss: Loss,
-    settings: Settings,
-    budget: Budget,
-    streams: Streams,
-    n: int,
-    *,
-    ledger: Path | None = None,
-    checkpoint: Checkpoint | None = None,
-    look: Mechanism | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Trained:
+    records: Records, outputs: int, loss: Loss, settings: Settings, plan: FitPlan,
+    mechanisms: tuple[Mechanism, ...], n: int, look: Mechanism | None = None,
+) -> Trained:  # fmt: skip
     """Train one network with :class:`weightclip.PrivacyEngine`.
 
+    With a checkpoint the training is kept now and then, and taken up again. That needs a ledger: steps that were
+    charged and lost are not repeated, so that the total stays what was planned.
+
     Args:
-        records: The private records.
-        outputs: Number of outputs.
-        loss: What is minimised.
-        settings: How.
-        budget: What may be spent, and what of it is spent already.
-        streams: Randomness; the engine's own is the operating system's, unless these are seeded.
+        plan: What was decided beforehand. The engine's own randomness is the operating system's, unless the plan's
+            streams are seeded.
+        mechanisms: What else counts in the budget; the ledger holds it already, but for `look`.
         n: Public number of records, from which q and T follow.
-        ledger: File in which the engine counts every release before it happens; it holds `budget.extra` already, but
-            for `look`.
-        checkpoint: Where the training is kept now and then, and taken up again. Needs a ledger: steps that were
-            charged and lost are not repeated, so that the total stays what was planned.
-        look: What of `budget.extra` is released after the training, and charged then.
-        progress: Called with (steps done, steps in all).
+        look: What of `mechanisms` is released after the training, and charged then.
 
     Formal guarantees:
         Those of the engine: T Poisson-sampled Gaussian mechanisms, `Trained.mechanism`, under adding or removing one
@@ -156,31 +140,31 @@ def train(
     """
     q, steps = settings.sample_rate(n), settings.steps(n)
     batch, divisor = min(settings.batch, n), settings.divisor(n)
-    sigma = budget.sigma(q, steps)
+    sigma = Budget(plan.epsilon, plan.delta, plan.accountant, mechanisms).sigma(q, steps)
     width = records.features.shape[1]
-    model = _network(width, settings.hidden, outputs, streams)
+    model = _network(width, settings.hidden, outputs, plan.streams)
     tensors = [records.features, records.labels] + ([] if records.weights is None else [records.weights])
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr, fused=True)
-    engine = PrivacyEngine(budget.accountant, ledger=ledger)
-    first = 0 if ledger is None else sum(m.steps for m in budget.extra) - (look is not None)
+    engine = PrivacyEngine(plan.accountant, ledger=plan.ledger)
+    first = 0 if plan.ledger is None else sum(m.steps for m in mechanisms) - (look is not None)
     looked = 0  # a look that was charged, and whose result was lost
-    if ledger is not None:
+    if plan.ledger is not None:
         looked = max(0, engine.steps - first - steps)
-        if looked > (look is not None) or not _alone(engine, first, checkpoint):
-            raise ContractError(f"ledger {ledger} was charged by another run during this fit: start again.")
+        if looked > (look is not None) or not _alone(engine, first, plan.checkpoint):
+            raise ContractError(f"ledger {plan.ledger} was charged by another run during this fit: start again.")
     with torch.enable_grad():
         engine.make_private(
             module=model, optimizer=optimizer, data_loader=DataLoader(TensorDataset(*tensors), batch_size=batch),
             criterion=loss, noise_multiplier=sigma, bounds=settings.bounds(), sample_rate=q,
             expected_batch_size=divisor, max_physical_batch_size=_piece(batch, width), example=torch.zeros(2, width),
-            generator=root_generator(streams, _ENGINE),
+            generator=root_generator(plan.streams, _ENGINE),
         )  # fmt: skip
         try:
             average = ParameterAverage(model, settings.averaging)
-            if checkpoint is not None and checkpoint.engine.exists():
-                engine.load(checkpoint.engine)
-                checkpoint.load_average(average)
-            _loop(engine, average, settings, first + looked, steps, streams, checkpoint, progress)
+            if plan.checkpoint is not None and plan.checkpoint.engine.exists():
+                engine.load(plan.checkpoint.engine)
+                plan.checkpoint.load_average(average)
+            _loop(engine, average, settings, plan, first + looked, steps)
             layers = [{k: row[k] for k in ("name", "parameters", "sensitivity", "noise")}
                       for row in engine.report()["layers"]]  # fmt: skip
         finally:
@@ -202,9 +186,8 @@ def _alone(engine: PrivacyEngine, first: int, checkpoint: Checkpoint | None) -> 
 
 
 def _loop(
-    engine: PrivacyEngine, average: ParameterAverage, settings: Settings, first: int, steps: int, streams: Streams,
-    checkpoint: Checkpoint | None, progress: Callable[[int, int], None] | None,
-) -> None:  # fmt: skip
+    engine: PrivacyEngine, average: ParameterAverage, settings: Settings, plan: FitPlan, first: int, steps: int
+) -> None:
     """Steps until as many were released as planned, those of interrupted runs included."""
     step, (group,) = engine.fused_step(), engine.optimizer.param_groups
     done, piece = engine.steps - first, 0
@@ -213,18 +196,18 @@ def _loop(
             for x, y, *weights in engine.loader:
                 group["lr"] = settings.lr * (1 - (1 - settings.final_lr) * done / steps)
                 if weights:
-                    y = thinned(y, weights[0], streams.numpy(_WEIGHTS, done, piece))
+                    y = thinned(y, weights[0], plan.streams.numpy(_WEIGHTS, done, piece))
                 step(x.float(), y)
                 piece += 1
                 if engine.steps - first == done:  # a part of a draw
                     continue
                 done, piece = engine.steps - first, 0
                 average.update()
-                if checkpoint is not None and done % max(1, steps // _SAVES) == 0:
-                    engine.save(checkpoint.engine)
-                    checkpoint.save_average(average)
-                if progress is not None:
-                    progress(done, steps)
+                if plan.checkpoint is not None and done % max(1, steps // _SAVES) == 0:
+                    engine.save(plan.checkpoint.engine)
+                    plan.checkpoint.save_average(average)
+                if plan.progress is not None:
+                    plan.progress(done, steps)
                 if done >= steps:
                     break
     except ContractError as error:

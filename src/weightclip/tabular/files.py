@@ -12,9 +12,9 @@ import stat
 import tempfile
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -44,30 +44,13 @@ class Source(Protocol):
     """A table that is read in blocks: a file, or one whose columns were made into others on the way."""
 
     @property
-    def path(self) -> Path:
-        """Where it is, for people."""
-        ...
-
+    def path(self) -> Path: ...  # where it is, for people
     @property
-    def is_text(self) -> bool:
-        """Whether its values are text, whose types have to be inferred."""
-        ...
-
-    def blocks(self, columns: Sequence[str] | None = None) -> Iterator[Block]:
-        """Rows, some at a time, by column name."""
-        ...
-
-    def header(self) -> list[str]:
-        """Column names."""
-        ...
-
-    def kinds(self) -> dict[str, Column]:
-        """What is declared of its columns."""
-        ...
-
-    def nested(self) -> set[str]:
-        """Names of columns whose values are lists or records."""
-        ...
+    def is_text(self) -> bool: ...  # whether its values are text, whose types have to be inferred
+    def blocks(self, columns: Sequence[str] | None = None) -> Iterator[Block]: ...  # rows, some at a time
+    def header(self) -> list[str]: ...  # column names
+    def kinds(self) -> dict[str, Column]: ...  # what is declared of its columns
+    def nested(self) -> set[str]: ...  # names of columns whose values are lists or records
 
 
 @dataclass(frozen=True)
@@ -96,11 +79,7 @@ class File:
     def blocks(self, columns: Sequence[str] | None = None) -> Iterator[Block]:
         """Rows, some at a time, by column name; text as strings with None for missing.
 
-        Args:
-            columns: Columns to read; None reads all. Others are not converted: what is left out cannot fail.
-
-        Raises:
-            WeightclipError: The file cannot be read, is not UTF-8, is cut short, or rows differ in length.
+        With `columns` others are not converted: what is left out cannot fail.
         """
         with self._one_line():
             yield from self._text(columns) if self.is_text else self._arrow(columns)
@@ -117,21 +96,15 @@ class File:
         Formal guarantees:
             Reads the file's own list of types and no value: no record can change a kind.
         """
-        if self.is_text:
-            return {}
-        with self._one_line():
-            schema = self._arrow_schema()
-        kinds = {field.name: Column(field.name, arrow_kind(field.type)) for field in schema}
-        if len(kinds) != len(schema):
+        fields = self._fields()
+        kinds = {field.name: Column(field.name, arrow_kind(field.type)) for field in fields}
+        if len(kinds) != len(fields):
             raise WeightclipError(f"{self.path}: two columns have the same name.")
         return kinds
 
     def types(self) -> dict[str, str]:
         """The types that a Parquet or Arrow file declares, in Arrow's words; empty for text."""
-        if self.is_text:
-            return {}
-        with self._one_line():
-            return {f.name: str(f.type) for f in self._arrow_schema()}
+        return {field.name: str(field.type) for field in self._fields()}
 
     def nested(self) -> set[str]:
         """Names of columns whose values are lists or records."""
@@ -197,12 +170,16 @@ class File:
             except csv.Error as error:
                 raise WeightclipError(f"{self.path}: not a table of delimited text ({error}).") from error
 
-    def _arrow_schema(self) -> Any:
-        pa, pq = pyarrow_for(self.path)
-        if self._ending in (".parquet", ".pq"):
-            return pq.read_schema(self.path)
-        with pa.memory_map(str(self.path)) as source:
-            return ipc_reader(pa, source).schema
+    def _fields(self) -> list[Any]:
+        """Names and types of a Parquet or Arrow file's columns; none of text."""
+        if self.is_text:
+            return []
+        with self._one_line():
+            pa, pq = pyarrow_for(self.path)
+            if self._ending in (".parquet", ".pq"):
+                return list(pq.read_schema(self.path))
+            with pa.memory_map(str(self.path)) as source:
+                return list(ipc_reader(pa, source).schema)
 
     def _arrow(self, columns: Sequence[str] | None) -> Iterator[Block]:
         pa, pq = pyarrow_for(self.path)
@@ -242,14 +219,6 @@ def refuse_one_class(path: Path, target: str, classes: Collection[str]) -> None:
         raise WeightclipError(f"{path}: column {target!r} holds {found}: at least two are needed, or another --target.")
 
 
-def _refuse_nested(file: Source, used: Sequence[str]) -> None:
-    nested = [name for name in used if name in file.nested()]
-    if nested:
-        raise WeightclipError(
-            f"{file.path}: column {nested[0]!r} holds lists or records, not single values: leave it out (--ignore)."
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class Loaded:
     """A file read for training."""
@@ -282,11 +251,7 @@ def load(file: Source, target: str, schema: Schema, regression: bool = False) ->
     Raw values are kept in a scratch file that has no name and that only its owner may read: however the process dies,
     the operating system frees it and nothing of the table stays behind.
 
-    Args:
-        file: The file.
-        target: Name of the target column.
-        schema: What is publicly known.
-        regression: Whether the target is a number.
+    With `regression` the target is a number, else a class.
     """
     names = file.header()
     for name in [target, *schema.ignore, *(c.name for c in schema.columns)]:
@@ -298,7 +263,10 @@ def load(file: Source, target: str, schema: Schema, regression: bool = False) ->
     used = [name for name in names if name != target and name not in schema.ignore]
     if not used:
         raise WeightclipError(f"{file.path}: no columns are left besides the target.")
-    _refuse_nested(file, [*used, target])
+    if nested := [name for name in [*used, target] if name in file.nested()]:
+        raise WeightclipError(
+            f"{file.path}: column {nested[0]!r} holds lists or records, not single values: leave it out (--ignore)."
+        )
     guesses = file.kinds()
     while True:
         try:
@@ -339,7 +307,8 @@ def _read(
             n += rows
         if n == 0:
             raise WeightclipError(f"{file.path} holds a header and no rows.")
-        mapped = _mapped(out, (n, len(columns) + 1))
+        out.flush()  # the mapping outlives the file's handle
+        mapped = np.memmap(out, dtype=np.float64, mode="r", shape=(n, len(columns) + 1))  # type: ignore[arg-type]
     codes = np.array(mapped[:, -1])
     classes = tuple(places)
     if not regression and schema.classes is None:
@@ -349,12 +318,6 @@ def _read(
         classes = tuple(order)
     inferred = tuple(c.name for c in columns if file.is_text and schema.column(c.name) is None)
     return Loaded(Table(tuple(columns), mapped[:, :-1]), codes, classes, inferred, file.path, target)
-
-
-def _mapped(file: IO[bytes], shape: tuple[int, int]) -> np.ndarray:
-    """The file's contents as an array; the mapping outlives the file's handle, and the file has no name."""
-    file.flush()
-    return np.memmap(file, dtype=np.float64, mode="r", shape=shape)  # type: ignore[arg-type]
 
 
 def _values(column: Column, raw: Any, coders: dict[str, Coder], row: int, strict: bool) -> np.ndarray:
@@ -395,6 +358,6 @@ def features(columns: Sequence[Column], block: Block, path: Path, row: int) -> n
     missing = [c.name for c in columns if c.name not in block]
     if missing:
         raise WeightclipError(f"{path} has no column {missing[0]!r}, which the model needs.")
-    coders = {c.name: Coder(replace(c)) for c in columns if c.kind == "categorical"}
+    coders = {c.name: Coder(c) for c in columns if c.kind == "categorical"}
     arrays = [_values(c, block[c.name], coders, row, strict=True) for c in columns]
     return np.stack(arrays, axis=1)

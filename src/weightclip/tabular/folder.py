@@ -65,12 +65,7 @@ def save_network(
 ) -> Path:
     """Write the folder of a network that is the user's own: as `save`, without a pipeline.
 
-    Args:
-        folder: Where to.
-        weights: A safetensors file.
-        report: The privacy report.
-        card: The model card.
-        overwrite: Whether an older model folder of this name may be replaced.
+    `weights` are the contents of a safetensors file.
     """
     return write(folder, {WEIGHTS: weights, PRIVACY: _dump(report), CARD: card.encode()}, overwrite=overwrite)
 
@@ -103,10 +98,7 @@ def write(folder: str | Path, contents: dict[str, bytes], *, overwrite: bool) ->
 def check_place(folder: str | Path, overwrite: bool, option: str = "") -> None:
     """Refuse a place that cannot or must not be written, before minutes of training.
 
-    Args:
-        folder: Where a model folder is to be.
-        overwrite: Whether an older model folder of this name may be replaced.
-        option: What to call it in errors, "--out " for instance.
+    Errors call it `option`, "--out " for instance.
     """
     shown = f"{option}{folder}"
     place = Path(os.path.abspath(folder))
@@ -135,11 +127,7 @@ def check_place(folder: str | Path, overwrite: bool, option: str = "") -> None:
 
 
 def load(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, Any]]:
-    """Weights, pipeline and privacy report of a model folder, after checking every file; runs no code from it.
-
-    Raises:
-        WeightclipError: A file is missing, was changed, or is not what it should be.
-    """
+    """Weights, pipeline and privacy report of a model folder, after checking every file; runs no code from it."""
     folder = Path(folder)
     place = standing(folder)
     expected = _parse(folder, CHECKSUMS, _read(folder, place, CHECKSUMS))
