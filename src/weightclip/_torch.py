@@ -32,10 +32,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 __all__ = [
     "AnyBatchNorm", "AnyDropout", "AnyInstanceNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "ShardedGroup",
     "SpectralNorm", "add_all_", "apply_directly", "copy_all_", "data_parallel_active", "drop_forward_hooks",
-    "forward_hooks", "hooked", "int8_product", "leaves_of", "lerp_all_", "map_tensors", "multiply_all_", "norms_of_all",
-    "optimizer_hooks", "reshaped_copy_of", "same_memory", "sharded_groups", "split_like", "storage_address",
-    "tensors_of", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
-    "version_of", "without_overrides",
+    "forward_hooks", "hooked", "inputs_of", "int8_product", "leaves_of", "lerp_all_", "map_tensors", "multiply_all_",
+    "norms_of_all", "optimizer_hooks", "reshaped_copy_of", "same_memory", "sharded_groups", "split_like",
+    "storage_address", "tensors_of", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
+    "tree_unflatten", "version_of", "without_overrides",
 ]  # fmt: skip
 
 _hooks = cast(Any, _module_file)
@@ -151,6 +151,12 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for _, leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
+def inputs_of(args: Any, kwargs: Any) -> Sequence[Tensor]:
+    """All tensors that a module is called with."""
+    usual = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+    return args if usual else tensors_of((args, kwargs))
+
+
 def _is_record(tree: Any) -> bool:
     return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
@@ -164,7 +170,7 @@ transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_activ
 
 def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
     """As ``function.apply(*args)`` outside of ``torch.func``, without a look at each argument for remains of it."""
-    return cast(Any, super(torch.autograd.Function, function)).apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def without_overrides() -> Any:
@@ -197,21 +203,24 @@ def hooked(module: nn.Module) -> bool:
     )
 
 
-def code_of(module: nn.Module) -> list[Any]:
-    """What runs when a module is called: its class's forward and its own, and all hooks; ``None`` between tables."""
-    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    found: list[Any] = [type(module).forward, module.__dict__.get("forward")]
-    for table in tables:
-        found += [None, *table.values()] if table else [None]
+def code_of(modules: Sequence[nn.Module]) -> list[Any]:
+    """What runs when any of the modules is called: hooks of all modules, then of each its class's forward and its own,
+    and its hooks; ``None`` between tables."""
+    found: list[Any] = []
+    for table in (_hooks._global_forward_hooks, _hooks._global_forward_pre_hooks,
+                  _hooks._global_backward_hooks, _hooks._global_backward_pre_hooks):  # fmt: skip
+        found.append(None)
+        if table:
+            found += table.values()
+    for module in modules:
+        own = module.__dict__
+        found += type(module).forward, own.get("forward")
+        for table in (own["_forward_hooks"], own["_forward_pre_hooks"],
+                      own["_backward_hooks"], own["_backward_pre_hooks"]):  # fmt: skip
+            found.append(None)
+            if table:
+                found += table.values()
     return found
-
-
-def code_of_all_modules() -> list[Any]:
-    """Hooks that run around every module."""
-    tables = [
-        getattr(_hooks, f"_global_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre")
-    ]
-    return [part for table in tables for part in (None, *table.values())]
 
 
 def drop_forward_hooks(module: nn.Module, which: Callable[[Any], bool]) -> None:

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import weightclip as wc
 from weightclip.certificate import build_plan
-from weightclip.sampling._randomness import Generators, model_draws
+from weightclip.sampling import _randomness
+from weightclip.sampling._randomness import Generators, given_back, model_draws
 
 
 def drop(rate: float = 0.5) -> nn.Sequential:
@@ -171,6 +172,28 @@ def test_the_users_generators_are_as_they_were(number: int) -> None:
     run.criterion(run.model(x), y).backward()
     run.optimizer.step()
     assert states() == before
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_pythons_generator_is_given_back_with_its_half_pair(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its memory is copied at once or not; numbers under a key are the same either way."""
+    kept = _randomness._Python()
+    assert kept._memory is not None
+    if not at_once:
+        kept._memory = None
+    monkeypatch.setattr(_randomness, "_python", kept)
+    for normals in (0, 1, 2):
+        random.seed(3)
+        drawn = [random.gauss(0, 1) for _ in range(normals)]
+        before, generators = random.getstate(), Generators()
+        with given_back(generators):
+            generators.seed(b"\1" * 32)
+            first = [random.random() for _ in range(3)]
+            generators.seed(b"\1" * 32)
+            assert first == [random.random() for _ in range(3)] and random.getstate() != before
+        assert random.getstate() == before
+        random.seed(3)
+        assert drawn == [random.gauss(0, 1) for _ in range(normals)]
 
 
 def test_they_are_given_back_when_user_code_fails() -> None:

@@ -11,13 +11,13 @@ import contextlib
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from weightclip._torch import code_of, code_of_all_modules, leaves_of, map_tensors, tensors_of, version_of
+from weightclip._torch import code_of, inputs_of, leaves_of, map_tensors, version_of
 from weightclip.engine._example import Call
 from weightclip.errors import ContractError
 from weightclip.factors import is_plain, transforming
@@ -166,8 +166,7 @@ class Entrance:
         if is_plain() or not torch.is_grad_enabled():
             return
         if not torch.compiler.is_compiling():
-            usual = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
-            self._refuse_graphs(list(args) if usual else tensors_of((args, kwargs)))
+            self._refuse_graphs(inputs_of(args, kwargs))
         self.last = found = signature(args, kwargs)
         if found != self.first and found not in self.calls:
             self._meet(found, args, kwargs)
@@ -187,7 +186,7 @@ class Entrance:
                 "one batch under the mask of another. With strict=True fetch no batch ahead, and leave none out."
             )
 
-    def _refuse_graphs(self, inputs: list[Tensor]) -> None:
+    def _refuse_graphs(self, inputs: Sequence[Tensor]) -> None:
         """What the model's own layers computed outside its forward pass was never tested for independence."""
         todo, seen = [t.grad_fn for t in inputs if t.grad_fn is not None], set[Any]()
         while todo:
@@ -278,11 +277,8 @@ class Watch:
 
     def changed(self) -> bool:
         """Whether hooks, or the ``forward`` of a module, are others than when this was asked before."""
-        found = code_of_all_modules()
-        for module in self._modules:
-            found += code_of(module)
-        before, self._code = self._code, found  # kept, so that no other object can come to lie at the same address
-        return len(before) != len(found) or not all(map(operator.is_, before, found))
+        before, self._code = self._code, code_of(self._modules)  # kept, so that no other can come to lie at its address
+        return len(before) != len(self._code) or not all(map(operator.is_, before, self._code))
 
     def check(self) -> None:
         """Raise one clear error for the first parameter that changed in kind, or module that came or went."""

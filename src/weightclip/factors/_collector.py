@@ -224,7 +224,8 @@ class Collector:
         self.passes.running = self.passes.table is not None  # activations may be computed again
         try:
             yield
-            self._finish()
+            if self._waiting:
+                self._finish()
         finally:
             self.rows = self._mask = None
             self.passes.running = False
@@ -258,11 +259,10 @@ class Collector:
         for entry in self.entries:
             entry.taken, entry.spent = 0, None
 
-    @torch.no_grad()
     def take(
         self, entry: Entry, x: Tensor, d: Tensor, borrowed: bool = False, conf: Sequence[int] = (), part: Any = None
     ) -> None:
-        """The factors of one use; ``borrowed`` ones must not be kept. Outside a collection they are refused.
+        """The factors of one use, without gradients; ``borrowed`` ones must not be kept. Outside a collection refused.
 
         ``part``: whose product it is, where that is not the layer as a whole.
         """
@@ -272,7 +272,9 @@ class Collector:
                 "backward() went through a private layer outside the private loss (a penalty on activations, another "
                 "loss): only the criterion that make_private returned may train the model. Remove that term."
             )
-        use = self._use(entry, entry.layer if part is None else part, x.detach(), d.detach(), conf)
+        use = self._use(entry, entry.layer if part is None else part, x, d, conf)
+        if self.probe is not None or entry.waits():  # kept, without the graph behind them
+            use.x, use.d = use.x.detach(), use.d.detach()
         if self.probe is not None:
             self.probe(entry, *use.grouped()[:2])
             return
@@ -285,7 +287,7 @@ class Collector:
                     use.x, use.d = use.x.clone(), use.d.clone()
                 self._waiting.append(use)
             elif entry.taken <= max(1, entry.uses):
-                if entry.capped() and use.part._wc_product.dtype == torch.float32:
+                if use.part._wc_product.dtype == torch.float32 and entry.capped():
                     use.own = use.part._wc_form.own(use.part, *use.grouped(), use.part._wc_kind)
                 if use.own is None:
                     self._add(use, self._masked(self._scale(entry, use), d))
@@ -303,7 +305,8 @@ class Collector:
             layout = table.find(part, x.shape, self.rows)
             if layout is not None and layout.m == 0:  # folded by factors._layers
                 layout = Layout(0, x.shape[0] // max(1, self.rows))
-        whole = layout is not None and all(t.shape[layout.dim] == self.rows * layout.m for t in (x, d))
+        rows = None if layout is None else self.rows * layout.m
+        whole = layout is not None and x.shape[layout.dim] == rows == d.shape[layout.dim]
         if layout is None or not whole or (layout.dim and kind in (CONV, CHANNELS)):
             layer = getattr(part, "layer", part)
             raise ContractError(
@@ -343,8 +346,6 @@ class Collector:
     def _finish(self) -> None:
         """Limits over several uses: B_i over all layers under the joint cap, and each layer's own."""
         waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return
         entries: dict[int, list[Use]] = {}
         for use in waiting:
             entries.setdefault(id(use.entry), []).append(use)

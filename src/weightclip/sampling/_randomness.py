@@ -51,7 +51,7 @@ class Generators:
 
     def save(self) -> tuple[Any, ...]:
         """Take the generators: their present states, to be given back. NumPy's bits are set aside as they are."""
-        cpu, python = torch.default_generator.get_state(), random.getstate()
+        cpu, python = torch.default_generator.get_state(), _python.state()
         bits, pair = _numpy.get_bit_generator(), _numpy_pair()
         self._numpy.append(_Twister() if not self._spare else self._spare.pop())
         _numpy.set_bit_generator(self._numpy[-1].bits)
@@ -61,7 +61,7 @@ class Generators:
         """Give back what :meth:`save` found."""
         cpu, python, bits, pair, cuda = states
         torch.default_generator.set_state(cpu)
-        random.setstate(python)
+        _python.set(python)
         _numpy.set_bit_generator(bits)
         self._spare.append(self._numpy.pop())
         if pair["has_gauss"]:  # the other half of a pair of normals, which NumPy keeps beside the bits
@@ -252,6 +252,35 @@ class _Twister:
         else:
             state: Any = {"key": np.frombuffer(words, "<u4"), "pos": _WORDS}
             self.bits.state = {"bit_generator": "MT19937", "state": state}
+
+
+class _Python:
+    """Python's global generator, whose memory is copied as it is: its own ``getstate`` makes 625 numbers of it."""
+
+    def __init__(self) -> None:
+        self._own: Any = getattr(random.getstate, "__self__", None)  # the one behind the module's functions
+        self._memory: memoryview | None = None
+        size = getattr(random.Random.__base__, "__basicsize__", 0) - object.__basicsize__
+        if type(self._own) is not random.Random or size < 4 * (_WORDS + 1):
+            return
+        memory = (ctypes.c_uint32 * (_WORDS + 1)).from_address(id(self._own) + object.__basicsize__)
+        *words, place = random.getstate()[1]
+        if [place, *words] == list(memory):  # as it is laid out
+            self._memory = memoryview(memory).cast("B")
+
+    def state(self) -> Any:
+        """Its present state."""
+        return random.getstate() if self._memory is None else (self._memory.tobytes(), self._own.gauss_next)
+
+    def set(self, state: Any) -> None:
+        """Give it such a state."""
+        if self._memory is None:
+            random.setstate(state)
+        else:
+            self._memory[:], self._own.gauss_next = state
+
+
+_python = _Python()
 
 
 class _NoBits:
