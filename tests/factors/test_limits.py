@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weightclip.factors import CapNorm, Product
-from weightclip.factors._limits import CAP, cap_scale, masked, record_scale, squared_norm
+from weightclip.factors._limits import CAP, cap_scale, masked, record_norm, record_scale, squared_norm
 
 SLACK = 1 + 1e-4
 
@@ -204,3 +204,13 @@ def test_squared_norm_never_below():
     assert float(squared_norm(torch.full((1, 100), 1e-30))) >= 100 * 1e-60
     assert float(squared_norm(torch.tensor([[3.0, 4.0]]))) == 25.0
     assert squared_norm(torch.ones(2, 3, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_record_norm_never_below():
+    """Squares that vanish in float32 count; those of ordinary size give the bits of the root of their sum."""
+    for size in (1e-45, 1e-38, 1e-30, 1e-22, 1e-20, 1e-19, 1e-10, 1.0, 1e15):
+        value = torch.full((1, 100), size)
+        assert float(record_norm(value)) >= 10 * float(value[0, 0]) * (1 - 2.0**-22)
+    value = torch.randn(1000, 30, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(record_norm(value), squared_norm(value).sqrt())
+    assert record_norm(torch.ones(2, 3, dtype=torch.bfloat16)).dtype == torch.float32

@@ -24,6 +24,7 @@ from weightclip.factors._limits import (
     of_one_record,
     own,
     product_rounding,
+    record_norm,
     record_scale,
     squared_norm,
     trained_input,
@@ -74,7 +75,8 @@ def dense_scale(
 
 def dense_factors(x: Tensor, d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """||(x, beta)|| and ||delta|| of each record, over all its positions."""
-    return squared_norm(x, beta**2 * math.prod(x.shape[1:-1])).sqrt(), squared_norm(d).sqrt()
+    more = beta**2 * math.prod(x.shape[1:-1])
+    return squared_norm(x, more).sqrt() if more else record_norm(x), record_norm(d)
 
 
 def dense_norm(x: Tensor, d: Tensor, beta: float, product: torch.dtype) -> Tensor:
@@ -83,7 +85,7 @@ def dense_norm(x: Tensor, d: Tensor, beta: float, product: torch.dtype) -> Tenso
         return tile_norms(*_rows(x, d), beta) if _tiled(x, d, product) else position_gram(x, d, beta, product)
     if x.is_cuda and fits_scale(x, d, 1):
         return fused_norms(x, d, beta**2)
-    return (squared_norm(x) + beta**2).sqrt() * squared_norm(d).sqrt()
+    return (squared_norm(x) + beta**2).sqrt() * record_norm(d)
 
 
 def _tiled(x: Tensor, d: Tensor, product: torch.dtype) -> bool:

@@ -49,8 +49,10 @@ def apply(function: Any, part: Any, x: Tensor, weight: Tensor, bias: Tensor | No
         way = part._wc_token, sink.key, sink.anchor
         if passes is not None and (isinstance(x, Copied) or (part._wc_lone and passes.is_copy(part, x.dim()))):
             return _copied(function, part, x, weight, bias, passes, (*way, *conf))
-    return apply_directly(EAGER[function], x, weight, bias, *way, *conf) if usual else function.apply(
-        x, weight, bias, *way, *conf
+    return (
+        apply_directly(EAGER[function], x, weight, bias, *way, *conf)
+        if usual
+        else function.apply(x, weight, bias, *way, *conf)
     )
 
 

@@ -233,16 +233,24 @@ def _all_count(scale: Tensor) -> bool:
     return scale.is_cpu and not transforming() and (scale.shape[0] == 0 or scale.min().item() > 0)
 
 
-def squared_norm(value: Tensor, more: float = 0.0) -> Tensor:
-    """Sum of squares of each record, in float32 or better, and what squares smaller than that type can hide.
-
-    ``more`` is added to each sum.
-    """
+def _norm(value: Tensor) -> tuple[Tensor, float]:
+    """Norm of each record, in float32 or better, and the sum that squares smaller than that type can hide."""
     # torch takes the norm in one pass, without storing squares; one number a record: a parameter without dimensions
     flat = value if value.dim() == 2 else value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)
     kind = None if flat.dtype in (torch.float32, torch.float64) else torch.float32
-    norm, hidden = torch.linalg.vector_norm(flat, 2, 1, dtype=kind), flat.shape[1] * _TINIEST + more
-    return norm.square() + hidden if torch.is_grad_enabled() else norm.square_().add_(hidden)
+    return torch.linalg.vector_norm(flat, 2, 1, dtype=kind), flat.shape[1] * _TINIEST
+
+
+def squared_norm(value: Tensor, more: float = 0.0) -> Tensor:
+    """Sum of squares of each record and what is hidden of it, with ``more`` added."""
+    norm, hidden = _norm(value)
+    return norm.square() + (hidden + more) if torch.is_grad_enabled() else norm.square_().add_(hidden + more)
+
+
+def record_norm(value: Tensor) -> Tensor:
+    """Norm of each record, with room for what is hidden of it: sqrt(a^2 + h) <= a + sqrt(h)."""
+    norm, hidden = _norm(value)
+    return norm + math.sqrt(hidden)
 
 
 def wide(value: Tensor) -> Tensor:
