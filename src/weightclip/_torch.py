@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules import module as _module_file
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.conv import _ConvNd as ConvNd
@@ -32,10 +33,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 __all__ = [
     "AnyBatchNorm", "AnyDropout", "AnyInstanceNorm", "ConvNd", "ConvTransposeNd", "DispatchMode", "ShardedGroup",
     "SpectralNorm", "add_all_", "apply_directly", "copy_all_", "data_parallel_active", "drop_forward_hooks",
-    "forward_hooks", "hooked", "inputs_of", "int8_product", "leaves_of", "lerp_all_", "map_tensors", "multiply_all_",
-    "norms_of_all", "optimizer_hooks", "reshaped_copy_of", "same_memory", "sharded_groups", "split_like",
-    "storage_address", "tensors_of", "transforms_active", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
-    "tree_unflatten", "version_of", "without_overrides",
+    "forward_hooks", "gradients_at", "hooked", "inputs_of", "int8_product", "leaves_of", "lerp_all_", "map_tensors",
+    "modes_active", "multiply_all_", "norms_of_all", "optimizer_hooks", "reshaped_copy_of", "same_memory",
+    "same_objects", "sharded_groups", "split_like", "storage_address", "tensors_of", "transforms_active",
+    "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "version_of", "without_overrides",
 ]  # fmt: skip
 
 _hooks = cast(Any, _module_file)
@@ -173,9 +174,21 @@ def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
+def gradients_at(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], given: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """As ``torch.autograd.grad(outputs, inputs, given, allow_unused=True)``, without a look at each argument."""
+    return _engine_run_backward(tuple(outputs), tuple(given), False, False, tuple(inputs), True, accumulate_grad=False)
+
+
 def without_overrides() -> Any:
     """Inside, subclasses of Tensor are taken for plain tensors: their ``__torch_function__`` is not asked."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def modes_active() -> bool:
+    """Whether a mode of somebody's sees every operation, and may do as it likes."""
+    return torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def data_parallel_active() -> bool:
@@ -221,6 +234,11 @@ def code_of(modules: Sequence[nn.Module]) -> list[Any]:
             if table:
                 found += table.values()
     return found
+
+
+def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two lists hold the very same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def drop_forward_hooks(module: nn.Module, which: Callable[[Any], bool]) -> None:

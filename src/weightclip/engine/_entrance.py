@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from weightclip._torch import code_of, inputs_of, leaves_of, map_tensors, version_of
+from weightclip._torch import code_of, inputs_of, leaves_of, map_tensors, same_objects, version_of
 from weightclip.engine._example import Call
 from weightclip.errors import ContractError
 from weightclip.factors import is_plain, transforming
@@ -278,7 +277,11 @@ class Watch:
     def changed(self) -> bool:
         """Whether hooks, or the ``forward`` of a module, are others than when this was asked before."""
         before, self._code = self._code, code_of(self._modules)  # kept, so that no other can come to lie at its address
-        return len(before) != len(self._code) or not all(map(operator.is_, before, self._code))
+        return not same_objects(before, self._code)
+
+    def same_code(self) -> bool:
+        """Whether they are still those that ``changed`` has seen last."""
+        return same_objects(self._code, code_of(self._modules))
 
     def check(self) -> None:
         """Raise one clear error for the first parameter that changed in kind, or module that came or went."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from weightclip._device import wake_backward_thread
+from weightclip._torch import gradients_at
 from weightclip.errors import ContractError
 from weightclip.factors._affine import CHANNELS
 from weightclip.factors._conv import CONV
@@ -244,7 +245,7 @@ class Collector:
         leaves = [*(parameters[i] for i in wanted), self.anchor]
         given = [g.to(output.dtype) for output, g in zip(outputs, gradients, strict=True)]
         try:
-            found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+            found = gradients_at(leaves, outputs, given)
         except RuntimeError as error:
             if "use_reentrant=True" not in str(error):
                 raise

@@ -194,6 +194,10 @@ def dense_sums(
     wide: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of weight and bias summed over records, each only if wanted; laid out as the weight ``like``."""
+    if product == (torch.float64, 0) and x.is_cpu and d.numel() <= _CACHE and not transforming():
+        x, d = (x, d) if scale is None else both_masked(x, d, scale)
+        d = _flat(d).double()  # one copy for both gradients
+        return _in_blocks(_flat(x), d) if wanted[0] else None, d.sum(0) if wanted[1] else None
     if product == (torch.float32, 1) and wanted[0] and _tiled(x, d, torch.float32):
         totals = kept(x, d)
         x, d = _rows(x, d)
@@ -208,9 +212,6 @@ def dense_sums(
     if by_kernel and dtype == torch.float64 and wanted[0]:
         weight, bias = dense_gradient(x, d, scale, wanted[1])
         return laid_out(weight, like, wide), bias
-    if dtype == torch.float64 and chunk <= 0 and x.is_cpu and d.numel() <= _CACHE and not transforming():
-        d = _flat(d).double()  # one copy for both gradients
-        return _in_blocks(_flat(x), d) if wanted[0] else None, d.sum(0) if wanted[1] else None
     return (
         dense_product(x, d, scale, dtype, chunk) if wanted[0] else None,
         bias_product(d, scale, dtype) if wanted[1] else None,

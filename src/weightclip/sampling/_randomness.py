@@ -73,15 +73,14 @@ class Generators:
         """Set every generator from ``key``; only after :meth:`save`."""
         key = key if len(key) == 32 else hashlib.blake2b(key, digest_size=32).digest()
         philox.reset(key, 0)
-        words = philox.bits.random_raw(_WORDS + 8).view(np.uint32)
+        words = philox.bits.random_raw(_WORDS * 3 // 2 + 8).view(np.uint32)
         self._words[:] = words[:_WORDS]
         torch.default_generator.set_state(self._template)  # copies; its words are twisted before the first draw
         _numpy.set_bit_generator(self._numpy[-1].bits)  # drops half of a pair of normals
         self._numpy[-1].seed(words[_WORDS : 2 * _WORDS].tobytes())
-        rest = words[2 * _WORDS :].tobytes()
-        random.seed(rest[:48])
+        _python.seed(words[-_WORDS:])
         if self._reaches_cuda():
-            state = bytearray(rest[48:64])
+            state = bytearray(words[2 * _WORDS + 12 : 2 * _WORDS + 16].tobytes())
             state[8] &= 0xFC  # offsets count in fours
             state[15] &= 0x0F
             torch.cuda.set_rng_state(torch.frombuffer(state, dtype=torch.uint8), self.cuda)  # type: ignore[arg-type]
@@ -119,12 +118,15 @@ class ForwardRandomness:
 
     Formal guarantees:
         Masks are a function of (secret root, charge number, piece, number of the call): of no generator the user has
-        set, and independent of the data. Under torch.compile they act where a probe at make_private saw the model draw
-        (and break the graph there); a model that draws only in branches the probe did not take is not found.
+        set, and independent of the data. A pass of which ``idle`` knows, from its inputs, that no code in it can draw
+        is left alone. Under torch.compile they act where a probe at make_private saw the model draw (and break the
+        graph there); a model that draws only in branches the probe did not take is not found.
     """
 
-    def __init__(self, device: torch.device, key: Callable[[int], bytes], draws: bool) -> None:
-        self.generators, self.key, self.draws = Generators(device), key, draws
+    def __init__(
+        self, device: torch.device, key: Callable[[int], bytes], draws: bool, idle: Callable[[tuple[Any, ...]], bool]
+    ) -> None:
+        self.generators, self.key, self.draws, self.idle = Generators(device), key, draws, idle
         self._stack: list[Any] = []
         self._owner: int | None = None
         self.calls = 0  # over the present batch
@@ -179,18 +181,22 @@ class ForwardHook:
         self.randomness = None if randomness is None else weakref.ref(randomness)
         self.draws, self.first = randomness is not None and randomness.draws, first
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], *_: Any) -> None:
         if is_plain() or not (torch.is_grad_enabled() or module.training):
             return
         if not torch.compiler.is_compiling():
-            self._act()
+            self._act(inputs)
         elif self.draws:
             _break(self._act)
 
-    def _act(self) -> None:
+    def _act(self, inputs: tuple[Any, ...] | None = None) -> None:
         randomness = None if self.randomness is None else self.randomness()
-        if randomness is not None:
-            randomness.enter() if self.first else randomness.leave()
+        if randomness is None:
+            return
+        if not self.first:
+            randomness.leave()
+        elif inputs is None or not randomness.idle(inputs):
+            randomness.enter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHook:
         return ForwardHook(None, self.first)  # copies and saved models leave the engine behind
@@ -271,6 +277,13 @@ class _Python:
     def state(self) -> Any:
         """Its present state."""
         return random.getstate() if self._memory is None else (self._memory.tobytes(), self._own.gauss_next)
+
+    def seed(self, words: np.ndarray) -> None:
+        """Set all words of the state; new ones are made before the next draw."""
+        if self._memory is None:
+            random.setstate((3, (*words.tolist(), _WORDS), None))
+        else:
+            self.set((_END + words.tobytes(), None))
 
     def set(self, state: Any) -> None:
         """Give it such a state."""
