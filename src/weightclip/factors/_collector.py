@@ -29,11 +29,11 @@ from weightclip.factors._limits import (
     CAP,
     COTANGENT,
     RADIUS,
-    SMALLEST,
     beta_of,
     cap_scale,
     no_autocast,
     record_scale,
+    within_one,
 )
 from weightclip.factors._own import Own
 from weightclip.factors._part import COPIED, Part
@@ -41,7 +41,6 @@ from weightclip.factors._passes import RECORDS, Layout, Passes, RowTable, Sink
 from weightclip.factors._record_norms import CHEAPEST
 from weightclip.factors.kernels._tiles import FEWEST, fits_tiles
 
-_TINY = 1e-30
 _NAMES = ("weight", "bias")
 
 
@@ -153,8 +152,8 @@ class Use:
 
     def key(self) -> Any:
         """What the use shares with other uses: the parameter, or the block of it."""
-        parameter = getattr(self.part, "parameter", None)
-        return id(self.part.weight if parameter is None else parameter), getattr(self.part, "rows", None)
+        part = self.part
+        return (id(part.parameter), part.rows) if isinstance(part, Part) else (id(part.weight), None)
 
 
 def _together(norms: Sequence[tuple[Tensor, float]]) -> Tensor:
@@ -300,14 +299,12 @@ class Collector:
     def _use(self, entry: Entry, part: Any, x: Tensor, d: Tensor, conf: Sequence[int]) -> Use:
         """One use, records in front; refuses rows that belong to no record (SOUNDNESS section 7, condition b)."""
         assert self.rows is not None
-        layout = RECORDS
-        kind, table = part._wc_form, self.passes.table
+        kind, table, layout = part._wc_form, self.passes.table, RECORDS
         if table is not None and kind is not COPIED:
             layout = table.find(part, x.shape, self.rows)
             if layout is not None and layout.m == 0:  # folded by factors._layers
                 layout = Layout(0, x.shape[0] // max(1, self.rows))
-        rows = None if layout is None else self.rows * layout.m
-        whole = layout is not None and x.shape[layout.dim] == rows == d.shape[layout.dim]
+        whole = layout is not None and x.shape[layout.dim] == self.rows * layout.m == d.shape[layout.dim]
         if layout is None or not whole or (layout.dim and kind in (CONV, CHANNELS)):
             layer = getattr(part, "layer", part)
             raise ContractError(
@@ -366,14 +363,12 @@ class Collector:
 
     def _add_all(self, uses: Sequence[Use], total: Tensor) -> None:
         """Uses with one limit, of which each record's norm takes ``total``."""
-        scale = (1.0 / total.clamp(min=_TINY)).clamp(max=1.0)
-        good = torch.isfinite(total) & (scale >= SMALLEST)  # smaller scales round by more than is allowed for
-        scale = self._masked(torch.where(good, scale, torch.zeros_like(scale)), total)
+        scale = self._masked(within_one(total), total)
         last = {id(use.entry): use for use in uses}  # limits over several uses are taken when all are known
-        counts = Counter((id(use.entry), use.key()) for use in uses)
+        counts = Counter(keys := [(id(use.entry), use.key()) for use in uses])
         together: dict[int, dict[int, Tensor]] = {}  # uses of one layer may cancel: only their sum is limited
-        for use in uses:
-            if counts[id(use.entry), use.key()] == 1:
+        for use, key in zip(uses, keys, strict=True):
+            if counts[key] == 1:
                 self._add(use, scale)
             else:
                 found = together.setdefault(id(use.entry), {})

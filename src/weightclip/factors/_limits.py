@@ -172,25 +172,27 @@ def record_scale(
         if counter is not None:
             counter.add(2, product <= limits[2], d_norm)
     scale = torch.ones_like(d_norm) if scale is None else scale
-    if scale.is_cpu and not transforming() and scale.shape[0] > 0 and scale.min().item() >= SMALLEST:  # none is NaN
-        # a norm that is not finite makes the scale 0 or NaN, if the scale depends on it
-        both = flags & CAP or flags & (RADIUS | COTANGENT) == RADIUS | COTANGENT
-        if both or (x_norm + d_norm).max().item() < math.inf:
-            scale._wc_positive = True  # type: ignore[attr-defined] # for those who would look once more
-            return scale  # the usual case: what follows would change nothing
+    # a norm that is not finite makes the scale 0 or NaN, if the scale depends on it
+    both = flags & CAP or flags & (RADIUS | COTANGENT) == RADIUS | COTANGENT
+    if all_normal(scale) and (both or (x_norm + d_norm).max().item() < math.inf):
+        return scale  # the usual case: what follows would change nothing
     # a product that underflows or overflows float32 is not finite here either and counts as zero; so does a scale
     # below the normal numbers, whose rounding no allowance covers
     good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(scale) & (scale >= SMALLEST)
     return torch.where(good, scale, torch.zeros_like(scale))
 
 
-def implied(limits: Tensor) -> bool:
-    """Whether both radii keep the cap: so :class:`Limits` found, and nobody has written into its table since.
+def all_normal(scale: Tensor) -> bool:
+    """Whether every scale is a normal number; not asked on a device, where the answer would have to be waited for."""
+    found = scale.is_cpu and not transforming() and scale.shape[0] > 0 and scale.min().item() >= SMALLEST  # none is NaN
+    if found:
+        scale._wc_positive = True  # type: ignore[attr-defined] # for those who would look once more
+    return found
 
-    Formal guarantees:
-        Records scaled by their radii keep X R (1 + 8u), and the cap is at least X R (1 + 2^-20): its scale would be 1.
-    """
-    found = getattr(limits, "_wc_implied", None)
+
+def implied(limits: Tensor) -> bool:
+    """Whether both radii keep the cap: it was found above X R (1 + 8u), and nobody has written into the table since."""
+    found = None if transforming() else getattr(limits, "_wc_implied", None)
     return found is not None and found == version_of(limits)
 
 
@@ -207,12 +209,20 @@ def cap_scale(
     return torch.where(good, capped, torch.zeros_like(capped))
 
 
+def within_one(total: Tensor) -> Tensor:
+    """min(1, 1/total) of each record; zero where ``total`` is not finite."""
+    scale = total.clamp(min=TINY).reciprocal().clamp(max=1.0)
+    if all_normal(scale):  # a norm that is not finite makes the scale 0 or NaN
+        return scale
+    good = torch.isfinite(total) & (scale >= SMALLEST)  # smaller scales round by more than is allowed for
+    return torch.where(good, scale, torch.zeros_like(scale))
+
+
 def masked(value: Tensor, scale: Tensor | None, times_scale: bool) -> Tensor:
     """``value`` with non-contributing records set to zero exactly (0 * nan would not be), and scaled if asked."""
     if scale is None:
         return value
-    shape = (-1,) + (1,) * (value.dim() - 1)
-    factor = scale.view(shape)
+    factor = scale.view((-1,) + (1,) * (value.dim() - 1))
     result = wide(value) * factor if times_scale else value
     if _all_count(scale):  # the usual case: no copy
         return result
@@ -228,9 +238,9 @@ def both_masked(x: Tensor, d: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def _all_count(scale: Tensor) -> bool:
     """Whether every record takes part; not asked on a device, where the answer would have to be waited for."""
-    if getattr(scale, "_wc_positive", False):
-        return True
-    return scale.is_cpu and not transforming() and (scale.shape[0] == 0 or scale.min().item() > 0)
+    if not scale.is_cpu or transforming():
+        return False
+    return getattr(scale, "_wc_positive", False) or scale.shape[0] == 0 or scale.min().item() > 0
 
 
 def _norm(value: Tensor) -> tuple[Tensor, float]:
