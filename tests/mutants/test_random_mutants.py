@@ -18,7 +18,7 @@ from tests.sampling.test_randomness import (
 )
 
 import weightclip as wc
-from weightclip.engine import _engine, _install, _step
+from weightclip.engine import _engine, _gate, _install, _step
 from weightclip.engine._digest import tensors_digest
 from weightclip.engine._entrance import Watch
 from weightclip.engine._step import Training
@@ -57,7 +57,7 @@ def hooks_that_came_later_are_not_looked_for(patch: Patch) -> None:
 
 @mutant(modes_draw_in_secret)
 def modes_that_draw_are_not_looked_for(patch: Patch) -> None:
-    patch.setattr(_install, "modes_active", lambda: False)
+    patch.setattr(_gate, "modes_active", lambda: False)
 
 
 @mutant(masks_do_not_come_from_the_users_seed)

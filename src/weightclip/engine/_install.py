@@ -8,15 +8,15 @@ import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, autocast, nn
 
-from weightclip._torch import forward_hooks, modes_active
+from weightclip._torch import forward_hooks
 from weightclip.certificate import Adaptive, OpenPlan, Plan
 from weightclip.engine._entrance import BufferGuard, Entrance, InputProjection, Signature, buffers_kept, look, prepare
 from weightclip.engine._example import Call
-from weightclip.engine._gate import OutputGate
+from weightclip.engine._gate import OutputGate, draws_nothing
 from weightclip.engine._independence import (
     Facts,
     MixesRecords,
@@ -120,18 +120,6 @@ def install(t: Training) -> None:
     t.amp_before = optimizer.__dict__.get("_step_supports_amp_scaling")
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a GradScaler reaches us
     t.watch.changed()  # from here on
-
-
-def draws_nothing(owner: weakref.ref[Training], inputs: tuple[Any, ...]) -> bool:
-    """Whether a pass is sure to draw no random number: torch's own layers in a chain, as ``make_private`` found them.
-
-    Formal guarantees:
-        No code of the user's runs in such a pass, so that there is no mask (SOUNDNESS section 10): hooks and forwards
-        that came since are seen here, a layer that was replaced is refused before a loss is taken of the pass.
-    """
-    t = owner()
-    plain = t is not None and t.rowwise and not t.draws and len(inputs) == 1 and type(inputs[0]) is Tensor
-    return plain and not modes_active() and t.watch.same_code()
 
 
 def test_records(t: Training, signature: Signature, modes: tuple[bool, ...], size: int = 1) -> Tested | None:

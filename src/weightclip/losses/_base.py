@@ -120,7 +120,6 @@ def _work(z: Tensor) -> Tensor:
 
 
 @functools.cache
-@functools.cache
 def _slack(stored: torch.dtype, work: torch.dtype) -> float:
     # The bound is a statement about stored numbers: shrink by what softmax, norms and the last cast can round up.
     slack = 8 * torch.finfo(work).eps
