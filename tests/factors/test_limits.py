@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -218,7 +219,7 @@ def test_squared_norm_never_below():
 
 def capped_beside_radii(share: float) -> tuple[Tensor, Limits]:
     """The limits of a layer with both radii (their product 0.06) and a cap of ``share`` of it."""
-    layer = nn.Linear(3, 2)
+    layer: Any = nn.Linear(3, 2)
     make_layer_private(layer, radius=0.3, cotangent=0.2, cap=math.inf, bound=True)
     limits = Limits([layer], [True], [1.0])
     limits.set(torch.tensor([share * 0.06], dtype=torch.float64), constant=True)

@@ -138,8 +138,9 @@ def draws_nothing(owner: weakref.ref[Training], inputs: tuple[Any, ...]) -> bool
         that came since are seen here, a layer that was replaced is refused before a loss is taken of the pass.
     """
     t = owner()
-    plain = t is not None and t.rowwise and not t.draws and len(inputs) == 1 and type(inputs[0]) is Tensor
-    return plain and not modes_active() and t.watch.same_code()
+    if t is None or not t.rowwise or t.draws or len(inputs) != 1 or type(inputs[0]) is not Tensor:
+        return False
+    return not modes_active() and t.watch.same_code()
 
 
 class OutputGate:

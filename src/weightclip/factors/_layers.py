@@ -17,6 +17,7 @@ from weightclip.factors._copies import Copied, plain
 from weightclip.factors._dense import DENSE, OUTER, DenseFunction
 from weightclip.factors._embedding import EMBEDDING, EmbeddingFunction
 from weightclip.factors._limits import as_multiplied, eager_twin, is_plain
+from weightclip.factors._part import Part
 from weightclip.factors._passes import Passes
 from weightclip.factors._swap import FORMS, Private, is_active
 
@@ -43,7 +44,7 @@ def apply(function: Any, part: Any, x: Tensor, weight: Tensor, bias: Tensor | No
         way = None, 0, part._wc_limits
     else:
         if usual:
-            sink.check(part.weight if isinstance(part, Private) else part.parameter)
+            sink.check(part.parameter if isinstance(part, Part) else part.weight)
         # parameters take no part in autograd: what links this layer to the backward pass is the engine's anchor
         weight, bias = weight.detach(), bias if bias is None else bias.detach()
         way = part._wc_token, sink.key, sink.anchor
