@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules import module as _module_file
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.conv import _ConvNd as ConvNd
@@ -147,6 +148,12 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for _, leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
+def inputs_of(args: Any, kwargs: Any) -> Sequence[Tensor]:
+    """All tensors that a module is called with."""
+    usual = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+    return args if usual else tensors_of((args, kwargs))
+
+
 def _is_record(tree: Any) -> bool:
     return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
@@ -160,12 +167,24 @@ transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_activ
 
 def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
     """As ``function.apply(*args)`` outside of ``torch.func``, without a look at each argument for remains of it."""
-    return cast(Any, super(torch.autograd.Function, function)).apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def gradients_at(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], given: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """As ``torch.autograd.grad(outputs, inputs, given, allow_unused=True)``, without a look at each argument."""
+    return _engine_run_backward(tuple(outputs), tuple(given), False, False, tuple(inputs), True, accumulate_grad=False)
 
 
 def without_overrides() -> Any:
     """Inside, subclasses of Tensor are taken for plain tensors: their ``__torch_function__`` is not asked."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def modes_active() -> bool:
+    """Whether a mode of somebody's sees every operation, and may do as it likes."""
+    return torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def data_parallel_active() -> bool:
@@ -198,17 +217,22 @@ def hooked(module: nn.Module) -> bool:
     return any(_own(module)) or any(_of_all())
 
 
-def code_of(module: nn.Module) -> list[Any]:
-    """What runs when a module is called: its class's forward and its own, and all hooks; ``None`` between tables."""
-    found: list[Any] = [type(module).forward, module.__dict__.get("forward")]
-    for table in _own(module):
+def code_of(modules: Sequence[nn.Module]) -> list[Any]:
+    """What runs when any of the modules is called: hooks of all modules, then of each its class's forward and its own,
+    and its hooks; ``None`` between tables."""
+    found: list[Any] = []
+    for table in _of_all():
         found += [None, *table.values()] if table else [None]
+    for module in modules:
+        found += type(module).forward, module.__dict__.get("forward")
+        for table in _own(module):
+            found += [None, *table.values()] if table else [None]
     return found
 
 
-def code_of_all_modules() -> list[Any]:
-    """Hooks that run around every module."""
-    return [part for table in _of_all() for part in (None, *table.values())]
+def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two lists hold the very same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def drop_forward_hooks(module: nn.Module, which: Callable[[Any], bool]) -> None:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from weightclip.factors import CapNorm, Product
-from weightclip.factors._limits import CAP, cap_scale, masked, record_scale, squared_norm
+from weightclip.factors import CapNorm, Limits, Product, make_layer_private
+from weightclip.factors._limits import (
+    CAP,
+    COTANGENT,
+    RADIUS,
+    cap_scale,
+    implied,
+    masked,
+    record_norm,
+    record_scale,
+    squared_norm,
+)
 
 SLACK = 1 + 1e-4
 
@@ -204,3 +215,61 @@ def test_squared_norm_never_below():
     assert float(squared_norm(torch.full((1, 100), 1e-30))) >= 100 * 1e-60
     assert float(squared_norm(torch.tensor([[3.0, 4.0]]))) == 25.0
     assert squared_norm(torch.ones(2, 3, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def capped_beside_radii(share: float) -> tuple[Tensor, Limits]:
+    """The limits of a layer with both radii (their product 0.06) and a cap of ``share`` of it."""
+    layer: Any = nn.Linear(3, 2)
+    make_layer_private(layer, radius=0.3, cotangent=0.2, cap=math.inf, bound=True)
+    limits = Limits([layer], [True], [1.0])
+    limits.set(torch.tensor([share * 0.06], dtype=torch.float64), constant=True)
+    return layer._wc_limits, limits
+
+
+def caps_that_radii_do_not_keep_act() -> None:
+    """Whether a cap lies below the product of both radii, or is written there later."""
+    g = torch.Generator().manual_seed(0)
+    x, d = 3 * torch.rand(500, generator=g), 3 * torch.rand(500, generator=g)
+    for share in (0.5, 1.0 - 2.0**-20, 1.0 + 2.0**-21):
+        row, _ = capped_beside_radii(share)
+        scale = record_scale(x, d, row, RADIUS | COTANGENT | CAP)
+        assert scale is not None and float((scale * x * d).max()) <= float(row[2]) * (1 + 2.0**-21)
+    row, limits = capped_beside_radii(1.1)
+    limits.table[:, 2] = 0.01
+    scale = record_scale(x, d, row, RADIUS | COTANGENT | CAP)
+    assert scale is not None and float((scale * x * d).max()) <= 0.01 * (1 + 2.0**-21)
+
+
+def test_caps_that_radii_do_not_keep_act() -> None:
+    caps_that_radii_do_not_keep_act()
+
+
+def test_a_cap_that_both_radii_keep_changes_no_bit() -> None:
+    """Records of every size, at products of radii that round up in every way."""
+    g = torch.Generator().manual_seed(1)
+    sizes = torch.tensor([0.0, 1e-38, 1e-19, 1e-3, 1.0, 3.0, 1e5, 1e19, 1e30, math.inf, math.nan])
+    x, d = torch.cartesian_prod(sizes, sizes).unbind(1)
+    x = torch.cat([x, 3 * torch.rand(5000, generator=g)])
+    d = torch.cat([d, 3 * torch.rand(5000, generator=g)])
+    for part in (slice(None), slice(len(sizes) ** 2, None)):
+        row, limits = capped_beside_radii(1 + 2.0**-18)
+        assert implied(row)
+        short = record_scale(x[part], d[part], row, RADIUS | COTANGENT | CAP)
+        limits.table.mul_(1.0)  # written: asked anew
+        assert not implied(row)
+        whole = record_scale(x[part], d[part], row, RADIUS | COTANGENT | CAP)
+        assert short is not None and whole is not None
+        usual = torch.isfinite(x[part] * d[part])  # beyond, the cap's own arithmetic overflows and drops the record
+        assert torch.equal(short[usual], whole[usual])
+        kept = short.double() * torch.where(short > 0, x[part].double() * d[part].double(), 0)
+        assert float(kept.max()) <= 0.06 * (1 + 2.0**-20)
+
+
+def test_record_norm_never_below():
+    """Squares that vanish in float32 count; those of ordinary size give the bits of the root of their sum."""
+    for size in (1e-45, 1e-38, 1e-30, 1e-22, 1e-20, 1e-19, 1e-10, 1.0, 1e15):
+        value = torch.full((1, 100), size)
+        assert float(record_norm(value)) >= 10 * float(value[0, 0]) * (1 - 2.0**-22)
+    value = torch.randn(1000, 30, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(record_norm(value), squared_norm(value).sqrt())
+    assert record_norm(torch.ones(2, 3, dtype=torch.bfloat16)).dtype == torch.float32

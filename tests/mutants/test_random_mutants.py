@@ -10,11 +10,17 @@ from tests.engine import test_noise_reuse as reuse
 from tests.engine.test_public_pieces import a_scheduler_of_iterations_does_not_see_the_draw
 from tests.engine.test_strict import a_records_place_does_not_depend_on_the_others
 from tests.mutants.kit import Mutants
-from tests.sampling.test_randomness import augmentation_belongs_to_the_record, masks_do_not_come_from_the_users_seed
+from tests.sampling.test_randomness import (
+    augmentation_belongs_to_the_record,
+    hooks_draw_in_secret,
+    masks_do_not_come_from_the_users_seed,
+    modes_draw_in_secret,
+)
 
 import weightclip as wc
-from weightclip.engine import _step
+from weightclip.engine import _engine, _gate, _install, _step
 from weightclip.engine._digest import tensors_digest
+from weightclip.engine._entrance import Watch
 from weightclip.engine._step import Training
 from weightclip.noise._adaptive import Quantiles
 from weightclip.noise._streams import Streams
@@ -42,6 +48,22 @@ def dropout_from_the_users_seed(patch: Patch) -> None:
 def dropout_from_a_public_key(patch: Patch) -> None:
     seed = Generators.seed
     patch.setattr(Generators, "seed", lambda self, key: seed(self, b"public"))
+
+
+@mutant(hooks_draw_in_secret)
+def hooks_that_came_later_are_not_looked_for(patch: Patch) -> None:
+    patch.setattr(Watch, "same_code", lambda self: True)
+
+
+@mutant(modes_draw_in_secret)
+def modes_that_draw_are_not_looked_for(patch: Patch) -> None:
+    patch.setattr(_gate, "modes_active", lambda: False)
+
+
+@mutant(masks_do_not_come_from_the_users_seed)
+def dropout_taken_for_a_layer_of_rows(patch: Patch) -> None:
+    patch.setattr(_install, "acts_on_rows", lambda model: True)
+    patch.setattr(_engine, "model_draws", lambda *_: False)
 
 
 @mutant(augmentation_belongs_to_the_record)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tests.bounds import test_operator_norms as norms
+from tests.factors import test_limits as limits
 from tests.losses import test_cross_entropy as entropy
 
 from weightclip.bounds import _operator_norms
@@ -23,7 +26,7 @@ def test_an_eigenvalue_that_was_guessed_and_not_proved(monkeypatch: pytest.Monke
 def test_a_batch_taken_for_usual_without_a_look(stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entropy.test_a_stranger_in_the_batch_changes_no_bit_of_another_row(CrossEntropy(), stranger)
     monkeypatch.setattr(CrossEntropy, "_all_usual", lambda self, v, y: True)
-    with pytest.raises((AssertionError, RuntimeError)):
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
         entropy.test_a_stranger_in_the_batch_changes_no_bit_of_another_row(CrossEntropy(), stranger)
 
 
@@ -41,6 +44,28 @@ def test_a_record_without_a_finite_factor_gets_zero_and_changes_nobody(flags: in
         if bad != (1e38, 1e38):
             assert more[-1] == 0
         assert float(more[:-1].min()) >= _limits.SMALLEST
+
+
+@pytest.mark.parametrize("mistake", ["whatever the cap", "whatever was written since"])
+def test_a_cap_taken_for_kept_by_the_radii(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits.caps_that_radii_do_not_keep_act()
+    if mistake == "whatever the cap":
+        monkeypatch.setattr(_limits, "_IMPLIED", 0.0)
+    else:
+        monkeypatch.setattr(_limits, "implied", lambda row: row._wc_implied is not None)
+    with pytest.raises(AssertionError):
+        limits.caps_that_radii_do_not_keep_act()
+
+
+def test_scales_taken_for_normal_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros_for_what_is_no_norm() -> None:
+        for bad in (math.nan, math.inf):
+            assert _limits.within_one(torch.tensor([0.5, 2.0, bad])).tolist() == [1.0, 0.5, 0.0]
+
+    zeros_for_what_is_no_norm()
+    monkeypatch.setattr(_limits, "all_normal", lambda scale: True)
+    with pytest.raises(AssertionError):
+        zeros_for_what_is_no_norm()
 
 
 def test_powers_of_the_closed_recursion_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import random
 import threading
 from typing import Any
@@ -17,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import weightclip as wc
 from weightclip.certificate import build_plan
-from weightclip.sampling._randomness import Generators, model_draws
+from weightclip.sampling import _randomness
+from weightclip.sampling._randomness import Generators, given_back, model_draws
 
 
 def drop(rate: float = 0.5) -> nn.Sequential:
@@ -173,6 +176,24 @@ def test_the_users_generators_are_as_they_were(number: int) -> None:
     assert states() == before
 
 
+def test_pythons_generator_is_given_back_with_its_half_pair() -> None:
+    seen = []
+    for normals in (0, 1, 2):
+        random.seed(3)
+        drawn = [random.gauss(0, 1) for _ in range(normals)]
+        before, generators = random.getstate(), Generators()
+        with given_back(generators):
+            generators.seed(b"\1" * 32)
+            first = [random.random() for _ in range(3)]
+            generators.seed(b"\1" * 32)
+            assert first == [random.random() for _ in range(3)] and random.getstate() != before
+            seen.append((first, random.gauss(0, 1)))
+        assert random.getstate() == before
+        random.seed(3)
+        assert drawn == [random.gauss(0, 1) for _ in range(normals)]
+    assert seen[0] == seen[1] == seen[2]
+
+
 def test_they_are_given_back_when_user_code_fails() -> None:
     run = private(drop(), table(8))
     batches = iter(run.loader)
@@ -236,6 +257,84 @@ def test_two_threads_in_one_model_are_refused() -> None:
         thread.start()
         thread.join()
     assert "two threads" in found[0]
+
+
+def drawing_hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * (1 + torch.rand(output.shape[1:]))
+
+
+def hook_on_a_layer(run: Run, patch: pytest.MonkeyPatch) -> None:
+    run.model[1].register_forward_hook(drawing_hook)
+
+
+def hook_on_all_modules(run: Run, patch: pytest.MonkeyPatch) -> None:
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda m, a, o: drawing_hook(m, a, o) if type(m) is nn.ReLU else None
+    )
+    run.release = handle.remove  # type: ignore[attr-defined]
+
+
+def forward_of_a_layer(run: Run, patch: pytest.MonkeyPatch) -> None:
+    run.model[1].forward = lambda x: drawing_hook(run.model[1], x, torch.relu(x))
+
+
+def forward_of_a_class(run: Run, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(nn.ReLU, "forward", lambda self, x: drawing_hook(self, x, torch.relu(x)))
+
+
+class Noisy(torch.overrides.TorchFunctionMode):
+    """Code of the user's inside every operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * (1 + torch.rand(found.shape[1:])) if getattr(func, "__name__", "") == "relu" else found
+
+
+def drawn_after_make_private(change: Any, patch: pytest.MonkeyPatch) -> None:
+    """A model that drew nothing when it was made private takes its numbers from secret streams as soon as it draws."""
+    found = []
+    for _ in range(2):
+        run = private(mlp(), table(8), seed=None)
+        assert run.engine.training.rowwise
+        next(iter(run.loader))
+        change(run, patch)
+        try:
+            with Noisy() if change is mode_of_the_users else contextlib.nullcontext():
+                for _ in range(2):  # before the first of these passes the model is tested anew
+                    seeded_by_the_user(42)
+                    found.append(run.model(table(8)[0]).detach())
+        finally:
+            patch.undo()
+            getattr(run, "release", lambda: None)()
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))
+
+
+def mode_of_the_users(run: Run, patch: pytest.MonkeyPatch) -> None:
+    """Entered around the pass."""
+
+
+CHANGES = [hook_on_a_layer, hook_on_all_modules, forward_of_a_layer, forward_of_a_class, mode_of_the_users]
+
+
+def hooks_draw_in_secret() -> None:
+    drawn_after_make_private(hook_on_a_layer, pytest.MonkeyPatch())
+
+
+def modes_draw_in_secret() -> None:
+    drawn_after_make_private(mode_of_the_users, pytest.MonkeyPatch())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_code_that_draws_and_came_after_make_private_draws_in_secret(change, monkeypatch) -> None:
+    drawn_after_make_private(change, monkeypatch)
+
+
+def test_a_chain_of_torchs_own_layers_leaves_generators_alone(monkeypatch) -> None:
+    run = private(mlp(), table(8))
+    monkeypatch.setattr(Generators, "seed", lambda self, key: pytest.fail("nothing draws"))
+    for x, y in run.loader:
+        run.criterion(run.model(x), y).backward()
+        run.optimizer.step()
 
 
 def test_the_probe_sees_who_draws() -> None:

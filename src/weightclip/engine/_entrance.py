@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from weightclip._torch import code_of, code_of_all_modules, leaves_of, map_tensors, tensors_of, version_of
+from weightclip._torch import code_of, inputs_of, leaves_of, map_tensors, same_objects, version_of
 from weightclip.engine._example import Call
 from weightclip.errors import ContractError
 from weightclip.factors import is_plain, transforming
@@ -166,8 +165,7 @@ class Entrance:
         if is_plain() or not torch.is_grad_enabled():
             return
         if not torch.compiler.is_compiling():
-            usual = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
-            self._refuse_graphs(list(args) if usual else tensors_of((args, kwargs)))
+            self._refuse_graphs(inputs_of(args, kwargs))
         self.last = found = signature(args, kwargs)
         if found != self.first and found not in self.calls:
             self._meet(found, args, kwargs)
@@ -187,7 +185,7 @@ class Entrance:
                 "steps, or under the mask of another. Fetch no batch ahead, and leave none out."
             )
 
-    def _refuse_graphs(self, inputs: list[Tensor]) -> None:
+    def _refuse_graphs(self, inputs: Sequence[Tensor]) -> None:
         """What the model's own layers computed outside its forward pass was never tested for independence."""
         todo, seen = [t.grad_fn for t in inputs if t.grad_fn is not None], set[Any]()
         while todo:
@@ -280,16 +278,17 @@ class Watch:
 
     def changed(self) -> bool:
         """Whether hooks, or the ``forward`` of a module, are others than when this was asked before."""
-        found = code_of_all_modules()
-        for module in self._modules:
-            found += code_of(module)
-        before, self._code = self._code, found  # kept, so that no other object can come to lie at the same address
-        return len(before) != len(found) or not all(map(operator.is_, before, found))
+        before, self._code = self._code, code_of(self._modules)  # kept, so that no other can come to lie at its address
+        return not same_objects(before, self._code)
+
+    def same_code(self) -> bool:
+        """Whether they are still those that ``changed`` has seen last."""
+        return same_objects(self._code, code_of(self._modules))
 
     def check(self) -> None:
         """Raise one clear error for the first parameter that changed in kind, or part that came or went."""
         for module, table, known in self._parts:
-            if len(table) != len(known) or not all(map(operator.is_, table.values(), known)):
+            if not same_objects(list(table.values()), known):
                 raise ContractError(
                     f"a part or parameter of {type(module).__name__} was added, replaced or removed after make_private "
                     "(by forward, it may hold records): change the model first, then make it private."

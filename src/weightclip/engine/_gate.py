@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from weightclip._torch import data_parallel_active, map_tensors, same_memory, tensors_of, version_of
+from weightclip._torch import data_parallel_active, map_tensors, modes_active, same_memory, tensors_of, version_of
 from weightclip.engine._entrance import Entrance, Signature
 from weightclip.errors import ContractError
 from weightclip.factors import Eager, is_plain
@@ -128,6 +128,19 @@ def _source(node: Any) -> tuple[Any, int, bool]:
         copied = copied or kind in _COPIES
         node, place = node.next_functions[0]
     return None, 0, copied
+
+
+def draws_nothing(owner: weakref.ref[Training], inputs: tuple[Any, ...]) -> bool:
+    """Whether a pass is sure to draw no random number: torch's own layers in a chain, as ``make_private`` found them.
+
+    Formal guarantees:
+        No code of the user's runs in such a pass, so that there is no mask (SOUNDNESS section 10): hooks and forwards
+        that came since are seen here, a layer that was replaced is refused before a loss is taken of the pass.
+    """
+    t = owner()
+    if t is None or not t.rowwise or t.draws or len(inputs) != 1 or type(inputs[0]) is not Tensor:
+        return False
+    return not modes_active() and t.watch.same_code()
 
 
 class OutputGate:

@@ -16,7 +16,7 @@ from weightclip._torch import forward_hooks
 from weightclip.certificate import Adaptive, OpenPlan, Plan
 from weightclip.engine._entrance import BufferGuard, Entrance, InputProjection, Signature, buffers_kept, look, prepare
 from weightclip.engine._example import Call
-from weightclip.engine._gate import OutputGate
+from weightclip.engine._gate import OutputGate, draws_nothing
 from weightclip.engine._independence import (
     Facts,
     MixesRecords,
@@ -90,7 +90,7 @@ def install(t: Training) -> None:
     if t.plan.graph is not None:
         t.entrance.look = functools.partial(look, weakref.ref(t))
     t.gate = OutputGate(t, device, t.entrance)
-    t.randomness = ForwardRandomness(device, t.mask_key, t.draws)
+    t.randomness = ForwardRandomness(device, t.mask_key, t.draws, functools.partial(draws_nothing, weakref.ref(t)))
     before, after = t.randomness.hooks()
     # ahead of the hooks that users have, which may draw too; moved only where it must be (torch 2.10 compiles no other)
     behind, is_open, passes = bool(forward_hooks(t.model)), t.plan.graph is None, t.collector.passes

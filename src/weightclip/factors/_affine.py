@@ -17,8 +17,8 @@ from weightclip.factors._limits import (
     cap_scale,
     masked,
     product_rounding,
+    record_norm,
     record_scale,
-    squared_norm,
     trained_input,
     trains,
     wide,
@@ -84,7 +84,7 @@ def affine_factors(x: Tensor, d: Tensor, beta: float, dims: list[int]) -> tuple[
     energy = energy.sum(dims) if dims else energy
     shared = math.prod(x.shape[k] for k in dims)
     hidden = shared * torch.finfo(torch.float32).tiny  # squares that vanish
-    return (energy.flatten(1).amax(1) + (beta**2 * shared + hidden)).sqrt(), squared_norm(d).sqrt()
+    return (energy.flatten(1).amax(1) + (beta**2 * shared + hidden)).sqrt(), record_norm(d)
 
 
 def affine_scale(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from weightclip._device import wake_backward_thread
+from weightclip._torch import gradients_at
 from weightclip.errors import ContractError
 from weightclip.factors._affine import CHANNELS
 from weightclip.factors._conv import CONV
@@ -28,11 +29,11 @@ from weightclip.factors._limits import (
     CAP,
     COTANGENT,
     RADIUS,
-    SMALLEST,
     beta_of,
     cap_scale,
     no_autocast,
     record_scale,
+    within_one,
 )
 from weightclip.factors._own import Own
 from weightclip.factors._part import COPIED, Part
@@ -40,7 +41,6 @@ from weightclip.factors._passes import RECORDS, Layout, Passes, RowTable, Sink
 from weightclip.factors._record_norms import CHEAPEST
 from weightclip.factors.kernels._tiles import FEWEST, fits_tiles
 
-_TINY = 1e-30
 _NAMES = ("weight", "bias")
 
 
@@ -152,8 +152,8 @@ class Use:
 
     def key(self) -> Any:
         """What the use shares with other uses: the parameter, or the block of it."""
-        parameter = getattr(self.part, "parameter", None)
-        return id(self.part.weight if parameter is None else parameter), getattr(self.part, "rows", None)
+        part = self.part
+        return (id(part.parameter), part.rows) if isinstance(part, Part) else (id(part.weight), None)
 
 
 def _together(norms: Sequence[tuple[Tensor, float]]) -> Tensor:
@@ -224,7 +224,8 @@ class Collector:
         self.passes.running = self.passes.table is not None  # activations may be computed again
         try:
             yield
-            self._finish()
+            if self._waiting:
+                self._finish()
         finally:
             self.rows = self._mask = None
             self.passes.running = False
@@ -243,7 +244,7 @@ class Collector:
         leaves = [*(parameters[i] for i in wanted), self.anchor]
         given = [g.to(output.dtype) for output, g in zip(outputs, gradients, strict=True)]
         try:
-            found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+            found = gradients_at(leaves, outputs, given)
         except RuntimeError as error:
             if "use_reentrant=True" not in str(error):
                 raise
@@ -258,11 +259,10 @@ class Collector:
         for entry in self.entries:
             entry.taken, entry.spent = 0, None
 
-    @torch.no_grad()
     def take(
         self, entry: Entry, x: Tensor, d: Tensor, borrowed: bool = False, conf: Sequence[int] = (), part: Any = None
     ) -> None:
-        """The factors of one use; ``borrowed`` ones must not be kept. Outside a collection they are refused.
+        """The factors of one use, without gradients; ``borrowed`` ones must not be kept. Outside a collection refused.
 
         ``part``: whose product it is, where that is not the layer as a whole.
         """
@@ -272,7 +272,9 @@ class Collector:
                 "backward() went through a private layer outside the private loss (a penalty on activations, another "
                 "loss): only the criterion that make_private returned may train the model. Remove that term."
             )
-        use = self._use(entry, entry.layer if part is None else part, x.detach(), d.detach(), conf)
+        use = self._use(entry, entry.layer if part is None else part, x, d, conf)
+        if self.probe is not None or entry.waits():  # kept, without the graph behind them
+            use.x, use.d = use.x.detach(), use.d.detach()
         if self.probe is not None:
             self.probe(entry, *use.grouped()[:2])
             return
@@ -286,7 +288,7 @@ class Collector:
                     use.x, use.d = use.x.clone(), use.d.clone()
                 self._waiting.append(use)
             elif entry.taken <= max(1, entry.uses):
-                if entry.capped() and use.part._wc_product.dtype == torch.float32:
+                if use.part._wc_product.dtype == torch.float32 and entry.capped():
                     use.own = use.part._wc_form.own(use.part, *use.grouped(), use.part._wc_kind)
                 if use.own is None:
                     self._add(use, self._masked(self._scale(entry, use), d))
@@ -298,13 +300,12 @@ class Collector:
     def _use(self, entry: Entry, part: Any, x: Tensor, d: Tensor, conf: Sequence[int]) -> Use:
         """One use, records in front; refuses rows that belong to no record (SOUNDNESS section 7, condition b)."""
         assert self.rows is not None
-        layout = RECORDS
-        kind, table = part._wc_form, self.passes.table
+        kind, table, layout = part._wc_form, self.passes.table, RECORDS
         if table is not None and kind is not COPIED:
             layout = table.find(part, x.shape, self.rows)
             if layout is not None and layout.m == 0:  # folded by factors._layers
                 layout = Layout(0, x.shape[0] // max(1, self.rows))
-        whole = layout is not None and all(t.shape[layout.dim] == self.rows * layout.m for t in (x, d))
+        whole = layout is not None and x.shape[layout.dim] == self.rows * layout.m == d.shape[layout.dim]
         if layout is None or not whole or (layout.dim and kind in (CONV, CHANNELS)):
             layer = getattr(part, "layer", part)
             raise ContractError(
@@ -344,8 +345,6 @@ class Collector:
     def _finish(self) -> None:
         """Limits over several uses: B_i over all layers under the joint cap, and each layer's own."""
         waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return
         entries: dict[int, list[Use]] = {}
         for use in waiting:
             entries.setdefault(id(use.entry), []).append(use)
@@ -365,14 +364,12 @@ class Collector:
 
     def _add_all(self, uses: Sequence[Use], total: Tensor) -> None:
         """Uses with one limit, of which each record's norm takes ``total``."""
-        scale = (1.0 / total.clamp(min=_TINY)).clamp(max=1.0)
-        good = torch.isfinite(total) & (scale >= SMALLEST)  # smaller scales round by more than is allowed for
-        scale = self._masked(torch.where(good, scale, torch.zeros_like(scale)), total)
+        scale = self._masked(within_one(total), total)
         last = {id(use.entry): use for use in uses}  # limits over several uses are taken when all are known
-        counts = Counter((id(use.entry), use.key()) for use in uses)
+        counts = Counter(keys := [(id(use.entry), use.key()) for use in uses])
         together: dict[int, dict[int, Tensor]] = {}  # uses of one layer may cancel: only their sum is limited
-        for use in uses:
-            if counts[id(use.entry), use.key()] == 1:
+        for use, key in zip(uses, keys, strict=True):
+            if counts[key] == 1:
                 self._add(use, scale)
             else:
                 found = together.setdefault(id(use.entry), {})

@@ -24,6 +24,7 @@ from weightclip.factors._limits import (
     no_autocast,
     of_one_record,
     product_rounding,
+    record_norm,
     record_scale,
     squared_norm,
     trained_input,
@@ -182,7 +183,7 @@ def conv_factors(x: Tensor, d: Tensor, beta: float, shape: Shape) -> tuple[Tenso
         squares = shape.overlap * squared_norm(x)
     else:
         squares = patch_norm_squared(x, out, shape.kernel, shape.stride, shape.dilation, shape.padding)
-    return (squares + beta**2 * math.prod(out)).sqrt(), squared_norm(d).sqrt()
+    return (squares + beta**2 * math.prod(out)).sqrt(), record_norm(d)
 
 
 def conv_norm(x: Tensor, d: Tensor, beta: float, shape: Shape, kind: int, product: torch.dtype) -> Tensor:
@@ -201,7 +202,7 @@ def _norm(x: Tensor, d: Tensor, beta: float, shape: Shape, kind: int, product: t
         weight = conv_record_norm(d, x, shape.geometry(), 0.0, kind, product, free=x_norm * d_norm)
         places = math.prod(d.shape[2:])
         bias = d.double().flatten(2).sum(2).square().sum(1).sqrt()
-        bias = bias + product_rounding(places, product) * math.sqrt(places) * squared_norm(d.double()).sqrt()
+        bias = bias + product_rounding(places, product) * math.sqrt(places) * record_norm(d.double())
         return torch.hypot(weight.double(), beta * bias).float() * (1 + 2.0**-22)
     if kind != CHANNEL and _tiled(x, d, shape, product):
         return tile_norms(x, d, beta, shape.window(), _counts(x, d, shape))

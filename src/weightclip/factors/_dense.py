@@ -24,6 +24,7 @@ from weightclip.factors._limits import (
     of_one_record,
     own,
     product_rounding,
+    record_norm,
     record_scale,
     squared_norm,
     trained_input,
@@ -74,7 +75,8 @@ def dense_scale(
 
 def dense_factors(x: Tensor, d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """||(x, beta)|| and ||delta|| of each record, over all its positions."""
-    return squared_norm(x, beta**2 * math.prod(x.shape[1:-1])).sqrt(), squared_norm(d).sqrt()
+    more = beta**2 * math.prod(x.shape[1:-1])
+    return squared_norm(x, more).sqrt() if more else record_norm(x), record_norm(d)
 
 
 def dense_norm(x: Tensor, d: Tensor, beta: float, product: torch.dtype) -> Tensor:
@@ -83,7 +85,7 @@ def dense_norm(x: Tensor, d: Tensor, beta: float, product: torch.dtype) -> Tenso
         return tile_norms(*_rows(x, d), beta) if _tiled(x, d, product) else position_gram(x, d, beta, product)
     if x.is_cuda and fits_scale(x, d, 1):
         return fused_norms(x, d, beta**2)
-    return (squared_norm(x) + beta**2).sqrt() * squared_norm(d).sqrt()
+    return (squared_norm(x) + beta**2).sqrt() * record_norm(d)
 
 
 def _tiled(x: Tensor, d: Tensor, product: torch.dtype) -> bool:
@@ -96,7 +98,7 @@ def _tiled(x: Tensor, d: Tensor, product: torch.dtype) -> bool:
 def _totals_wanted(part: Any, x: Tensor, d: Tensor, flags: int) -> bool:
     """Whether the kernel of a record's scale finds its bias as well: the next to read the cotangents are tiles."""
     product = part._wc_product
-    if trains(part) != (True, True) or product.chunk != 1 or not _tiled(x, d, product.dtype):
+    if product.chunk != 1 or not _tiled(x, d, product.dtype) or trains(part) != (True, True):
         return False
     free = (not flags & CAP or bool(flags & BOUND)) and fits_scale(x, d, flags & 7)
     return free and x.is_contiguous() and d.is_contiguous() and fits_totals(x, d, math.prod(x.shape[1:-1]))
@@ -192,6 +194,10 @@ def dense_sums(
     wide: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of weight and bias summed over records, each only if wanted; laid out as the weight ``like``."""
+    if product == (torch.float64, 0) and x.is_cpu and d.numel() <= _CACHE and not transforming():
+        x, d = (x, d) if scale is None else both_masked(x, d, scale)
+        d = _flat(d).double()  # one copy for both gradients
+        return _in_blocks(_flat(x), d) if wanted[0] else None, d.sum(0) if wanted[1] else None
     if product == (torch.float32, 1) and wanted[0] and _tiled(x, d, torch.float32):
         totals = kept(x, d)
         x, d = _rows(x, d)
@@ -206,8 +212,6 @@ def dense_sums(
     if by_kernel and dtype == torch.float64 and wanted[0]:
         weight, bias = dense_gradient(x, d, scale, wanted[1])
         return laid_out(weight, like, wide), bias
-    if x.is_cpu and d.numel() <= _CACHE and not transforming():
-        d = d.double()  # one copy for both gradients
     return (
         dense_product(x, d, scale, dtype, chunk) if wanted[0] else None,
         bias_product(d, scale, dtype) if wanted[1] else None,
@@ -288,15 +292,13 @@ class DenseFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Keep what the backward needs."""
-        x, weight, bias, token, ctx.key, limits, flags, beta, dtype, chunk = inputs
-        ctx.save_for_backward(x, weight, token, limits)
-        ctx.settings = (flags, beta, dtype, chunk)
+        x, weight, bias, token, ctx.key, limits, *ctx.settings = inputs
+        ctx.save_for_backward(x, weight, token if ctx.key else limits)
 
     @staticmethod
     def backward(ctx, d):
         """Ordinary input gradient; weight gradient from s_i delta_i (SOUNDNESS section 4)."""
-        x, weight, token, limits = ctx.saved_tensors
-        flags, beta, dtype, chunk = ctx.settings
+        x, weight, token = ctx.saved_tensors
         gx = gw = gb = None
         with no_autocast(d.device.type):
             if ctx.needs_input_grad[0]:
@@ -304,6 +306,7 @@ class DenseFunction(torch.autograd.Function):
             if ctx.key:
                 collect(ctx.key, token, x, d)
             elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+                limits, (flags, beta, dtype, chunk) = token, ctx.settings
                 scale = dense_scale(x, d, limits, flags, beta if ctx.needs_input_grad[2] else 0.0, dtype)
                 gw, gb = dense_sums(x, d, scale, weight, (dtype, chunk), ctx.needs_input_grad[1:3])
                 gw, gb = (g if g is None else g.to(weight.dtype) for g in (gw, gb))

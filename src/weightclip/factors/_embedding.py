@@ -19,8 +19,8 @@ from weightclip.factors._limits import (
     masked,
     own,
     product_rounding,
+    record_norm,
     record_scale,
-    squared_norm,
     trains,
 )
 from weightclip.factors._passes import collect
@@ -29,7 +29,7 @@ from weightclip.factors._record_norms import by_records
 
 def embedding_factors(ids: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """The input factor is the constant sqrt(S): all S positions may hit one row (SOUNDNESS section 3)."""
-    d_norm = squared_norm(d).sqrt()
+    d_norm = record_norm(d)
     return torch.full_like(d_norm, math.sqrt(max(1, math.prod(ids.shape[1:])))), d_norm
 
 

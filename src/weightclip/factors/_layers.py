@@ -9,13 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightclip import nn as wnn
+from weightclip._torch import apply_directly, transforms_active
 from weightclip.errors import ContractError
 from weightclip.factors._affine import CHANNELS, TRAILING, AffineFunction, first_of
 from weightclip.factors._conv import CONV, ConvFunction, laid_as
 from weightclip.factors._copies import Copied, plain
 from weightclip.factors._dense import DENSE, OUTER, DenseFunction
 from weightclip.factors._embedding import EMBEDDING, EmbeddingFunction
-from weightclip.factors._limits import as_multiplied, eager_twin, is_plain, transforming
+from weightclip.factors._limits import as_multiplied, eager_twin, is_plain
+from weightclip.factors._part import Part
 from weightclip.factors._passes import Passes
 from weightclip.factors._swap import FORMS, Private, is_active
 
@@ -37,18 +39,22 @@ def apply(function: Any, part: Any, x: Tensor, weight: Tensor, bias: Tensor | No
     if not torch.is_grad_enabled():  # no backward to bound; torch.compile could not trace the Function here
         return function.forward(x, weight, bias, None, 0, None, *conf)
     compiling = torch.compiler.is_compiling()
-    if sink is None or not sink.on or (not compiling and transforming()):
+    usual = not compiling and not transforms_active()
+    if sink is None or not sink.on or not (compiling or usual):
         way = None, 0, part._wc_limits
     else:
-        if not compiling:
-            sink.check(getattr(part, "parameter", part.weight))
+        if usual:
+            sink.check(part.parameter if isinstance(part, Part) else part.weight)
         # parameters take no part in autograd: what links this layer to the backward pass is the engine's anchor
         weight, bias = weight.detach(), bias if bias is None else bias.detach()
         way = part._wc_token, sink.key, sink.anchor
         if passes is not None and (isinstance(x, Copied) or (part._wc_lone and passes.is_copy(part, x.dim()))):
             return _copied(function, part, x, weight, bias, passes, (*way, *conf))
-    chosen = function if compiling or transforming() else EAGER[function]
-    return chosen.apply(x, weight, bias, *way, *conf)
+    return (
+        apply_directly(EAGER[function], x, weight, bias, *way, *conf)
+        if usual
+        else function.apply(x, weight, bias, *way, *conf)
+    )
 
 
 def multiplied(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from weightclip._torch import ConvNd, apply_directly, reshaped_copy_of, transforms_active
+from weightclip._torch import ConvNd, apply_directly, reshaped_copy_of, transforms_active, version_of
 from weightclip.errors import WeightclipError
 
 RADIUS, COTANGENT, CAP = 1, 2, 4  # bits: which of the limits are enforced
@@ -27,6 +27,7 @@ _TINIEST = torch.finfo(torch.float32).tiny
 # Positions or uses of a record that cancel to less than this part of their own norms count as so much: they are added
 # up over records in float64, and no such sum may be so much larger than what is limited that its rounding shows.
 CANCELLED = 2.0**-12
+_IMPLIED = 1 + 2.0**-20  # both radii with the rounding of norms' scales, far more than the five there are
 TINY = 1e-30  # floor under a norm before dividing by it: a zero record keeps scale one
 
 
@@ -97,23 +98,29 @@ class Limits:
         self.moving = [i for i, moves in enumerate(moving) if moves]
         self._places = [self.caps[i] for i in self.moving]
         self._constant: Tensor | None = None
+        self._radii = [x * r for x, r, _ in self.table.tolist()]
         self._mask = torch.tensor(list(moving), device=self.table.device)
         self._shares = torch.tensor(self.shares, dtype=torch.float64, device=self.table.device)
-        for layer, row in zip(layers, self.table, strict=True):
+        self._rows: list[Any] = list(self.table.unbind())
+        for layer, row in zip(layers, self._rows, strict=True):
             layer.__dict__["_wc_limits"] = row
 
-    @torch.no_grad()
     def set(self, sensitivities: Tensor, constant: bool = False) -> None:
         """Limits of the release with these sensitivities; nothing waits for a device.
 
         ``constant``: the very same numbers as whenever this tensor comes, so that once is enough.
         """
-        if not self.moving or sensitivities is self._constant:  # bounds that no weight enters stay what they are
-            return
+        if self.moving and sensitivities is not self._constant:  # bounds that no weight enters stay what they are
+            self._set(sensitivities, constant)
+
+    @torch.no_grad()
+    def _set(self, sensitivities: Tensor, constant: bool) -> None:
         if sensitivities.is_cpu:
-            values = sensitivities.tolist()
+            caps = [value * share for value, share in zip(sensitivities.tolist(), self.shares, strict=True)]
             for i, place in zip(self.moving, self._places, strict=True):
-                place.fill_(values[i] * self.shares[i])
+                place.fill_(caps[i])
+            for i in self.moving:  # a cap that both radii keep by themselves, however their product is rounded
+                self._rows[i]._wc_implied = version_of(self.table) if caps[i] >= self._radii[i] * _IMPLIED else None
             self._constant = sensitivities if constant else None
             return
         self._constant = None
@@ -158,23 +165,35 @@ def record_scale(
         scale = second if scale is None else scale * second
         if counter is not None:
             counter.add(1, d_norm <= limits[1], d_norm)
-    if flags & CAP:
+    if flags & CAP and not (counter is None and flags & 3 == 3 and implied(limits)):
         product = x_norm * d_norm if scale is None else scale * x_norm * d_norm
         third = (limits[2] / product.clamp(min=TINY)).clamp(max=1)
         scale = third if scale is None else scale * third
         if counter is not None:
             counter.add(2, product <= limits[2], d_norm)
     scale = torch.ones_like(d_norm) if scale is None else scale
-    if scale.is_cpu and not transforming() and scale.shape[0] > 0 and scale.min().item() >= SMALLEST:  # none is NaN
-        # a norm that is not finite makes the scale 0 or NaN, if the scale depends on it
-        if flags & CAP or flags & (RADIUS | COTANGENT) == RADIUS | COTANGENT:
-            return scale  # the usual case: what follows would change nothing
-        if (x_norm + d_norm).max().item() < math.inf:
-            return scale
+    # a norm that is not finite makes the scale 0 or NaN, if the scale depends on it
+    both = flags & CAP or flags & (RADIUS | COTANGENT) == RADIUS | COTANGENT
+    if all_normal(scale) and (both or (x_norm + d_norm).max().item() < math.inf):
+        return scale  # the usual case: what follows would change nothing
     # a product that underflows or overflows float32 is not finite here either and counts as zero; so does a scale
     # below the normal numbers, whose rounding no allowance covers
     good = torch.isfinite(x_norm) & torch.isfinite(d_norm) & torch.isfinite(scale) & (scale >= SMALLEST)
     return torch.where(good, scale, torch.zeros_like(scale))
+
+
+def all_normal(scale: Tensor) -> bool:
+    """Whether every scale is a normal number; not asked on a device, where the answer would have to be waited for."""
+    found = scale.is_cpu and not transforming() and scale.shape[0] > 0 and scale.min().item() >= SMALLEST  # none is NaN
+    if found:
+        scale._wc_positive = True  # type: ignore[attr-defined] # for those who would look once more
+    return found
+
+
+def implied(limits: Tensor) -> bool:
+    """Whether both radii keep the cap: it was found above X R (1 + 8u), and nobody has written into the table since."""
+    found = None if transforming() else getattr(limits, "_wc_implied", None)
+    return found is not None and found == version_of(limits)
 
 
 def cap_scale(
@@ -190,12 +209,20 @@ def cap_scale(
     return torch.where(good, capped, torch.zeros_like(capped))
 
 
+def within_one(total: Tensor) -> Tensor:
+    """min(1, 1/total) of each record; zero where ``total`` is not finite."""
+    scale = total.clamp(min=TINY).reciprocal().clamp(max=1.0)
+    if all_normal(scale):  # a norm that is not finite makes the scale 0 or NaN
+        return scale
+    good = torch.isfinite(total) & (scale >= SMALLEST)  # smaller scales round by more than is allowed for
+    return torch.where(good, scale, torch.zeros_like(scale))
+
+
 def masked(value: Tensor, scale: Tensor | None, times_scale: bool) -> Tensor:
     """``value`` with non-contributing records set to zero exactly (0 * nan would not be), and scaled if asked."""
     if scale is None:
         return value
-    shape = (-1,) + (1,) * (value.dim() - 1)
-    factor = scale.view(shape)
+    factor = scale.view((-1,) + (1,) * (value.dim() - 1))
     result = wide(value) * factor if times_scale else value
     if _all_count(scale):  # the usual case: no copy
         return result
@@ -211,18 +238,29 @@ def both_masked(x: Tensor, d: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def _all_count(scale: Tensor) -> bool:
     """Whether every record takes part; not asked on a device, where the answer would have to be waited for."""
-    return scale.is_cpu and not transforming() and (scale.shape[0] == 0 or scale.min().item() > 0)
+    if not scale.is_cpu or transforming():
+        return False
+    return getattr(scale, "_wc_positive", False) or scale.shape[0] == 0 or scale.min().item() > 0
 
 
-def squared_norm(value: Tensor, more: float = 0.0) -> Tensor:
-    """Sum of squares of each record, in float32 or better, and what squares smaller than that type can hide.
-
-    ``more`` is added to each sum.
-    """
+def _norm(value: Tensor) -> tuple[Tensor, float]:
+    """Norm of each record, in float32 or better, and the sum that squares smaller than that type can hide."""
     # torch takes the norm in one pass, without storing squares; one number a record: a parameter without dimensions
     flat = value if value.dim() == 2 else value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)
     kind = None if flat.dtype in (torch.float32, torch.float64) else torch.float32
-    return torch.linalg.vector_norm(flat, 2, 1, dtype=kind).square() + (flat.shape[1] * _TINIEST + more)
+    return torch.linalg.vector_norm(flat, 2, 1, dtype=kind), flat.shape[1] * _TINIEST
+
+
+def squared_norm(value: Tensor, more: float = 0.0) -> Tensor:
+    """Sum of squares of each record and what is hidden of it, with ``more`` added."""
+    norm, hidden = _norm(value)
+    return norm.square() + (hidden + more) if torch.is_grad_enabled() else norm.square_().add_(hidden + more)
+
+
+def record_norm(value: Tensor) -> Tensor:
+    """Norm of each record, with room for what is hidden of it: sqrt(a^2 + h) <= a + sqrt(h)."""
+    norm, hidden = _norm(value)
+    return norm + math.sqrt(hidden)
 
 
 def wide(value: Tensor) -> Tensor:
@@ -275,8 +313,12 @@ def formed_in(part: Any, x: Tensor) -> torch.dtype:
 
 def trains(part: Any) -> tuple[bool, bool]:
     """Whether weight and bias are trained."""
-    bias = getattr(part, "bias", None)
-    return part.weight.requires_grad, bias is not None and bias.requires_grad
+    held = part.__dict__.get("_parameters")  # where a module finds them in the end, at a fifth of the price
+    if held is not None and "weight" in held and "bias" in held:
+        weight, bias = held["weight"], held["bias"]
+    else:
+        weight, bias = part.weight, getattr(part, "bias", None)
+    return weight.requires_grad, bias is not None and bias.requires_grad
 
 
 def trained_input(part: Any, x: Tensor) -> Tensor:
@@ -290,9 +332,7 @@ class Eager(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """As ``Function.apply``, without a look at each argument for remains of a transform."""
-        if transforms_active():
-            return super().apply(*args)
-        return apply_directly(cls, *args)
+        return super().apply(*args) if transforms_active() else apply_directly(cls, *args)
 
 
 def eager_twin(function: type[torch.autograd.Function]) -> type[Eager]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weightclip.factors._kind import Conf, Factors, Kind, Sums
-from weightclip.factors._limits import masked, squared_norm
+from weightclip.factors._limits import masked, record_norm
 from weightclip.factors._passes import Sink
 
 
@@ -125,7 +125,7 @@ class Copies(Kind):
         return torch.ones_like(norm), norm
 
     def norm(self, part: Any, x: Tensor, d: Tensor, way: int, conf: Conf) -> Tensor:
-        return part._wc_beta * squared_norm(d).sqrt()
+        return part._wc_beta * record_norm(d)
 
     def sums(self, part: Any, x: Tensor, d: Tensor, scales: Tensor | None, conf: Conf, wide: bool = False) -> Sums:
         return masked(d, scales, True).sum(0, dtype=torch.float64), None

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightclip._torch import tensors_of
+from weightclip._torch import inputs_of
 from weightclip.errors import ContractError
 from weightclip.factors._limits import is_plain
 
@@ -241,8 +241,7 @@ class Passes:
             self.signature = self.prepare(module, args, kwargs)
         if self.table is None and self.noting is None:
             return
-        sizes = [t.shape[0] for t in tensors_of((args, kwargs)) if t.dim()]
-        self.records, self.running = sizes[0] if sizes else 0, True
+        self.records, self.running = next((t.shape[0] for t in inputs_of(args, kwargs) if t.dim()), 0), True
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         self.running = False
@@ -329,7 +328,8 @@ def _deliver(key: int, x: Tensor, d: Tensor, borrowed: bool, conf: Sequence[int]
 
 def _take(token: Tensor, x: Tensor, d: Tensor, key: int, conf: list[int]) -> None:
     """What a compiled backward calls: opaque to the compiler, which may use the memory of both factors again."""
-    _deliver(key, x, d, True, conf)
+    with torch.no_grad():
+        _deliver(key, x, d, True, conf)
 
 
 # the plain way to define an operator: `custom_op` costs the host several times as much for every call

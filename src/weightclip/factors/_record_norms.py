@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightclip.factors._limits import CANCELLED, product_rounding, squared_norm, transforming, wide
+from weightclip.factors._limits import CANCELLED, product_rounding, record_norm, squared_norm, transforming, wide
 from weightclip.factors.kernels._tiles import Window
 
 MOST = 2**27  # float64 numbers, about, that a norm over positions holds at once; one record may need more
@@ -168,7 +168,7 @@ def _one_by_one(x: Tensor, d: Tensor, geometry: Geometry, beta: float, free: Ten
         squares[i] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
     places, patch = math.prod(d.shape[2:]), math.prod(geometry.kernel)
     if free is None:  # every input lies in at most as many patches as a patch has places
-        free = (patch * squared_norm(x) + beta**2 * places).sqrt() * squared_norm(d).sqrt()
+        free = (patch * squared_norm(x) + beta**2 * places).sqrt() * record_norm(d)
     return (squares.sqrt() + product_rounding(places, torch.float32) * free).float()
 
 

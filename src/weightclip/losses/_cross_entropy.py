@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from weightclip.errors import ContractError, WeightclipError
@@ -97,10 +98,10 @@ class CrossEntropy(Loss):
             return cross_entropy(z, y, self.ignore_index, self.temperature, self._outer(), factor)
         v = z if self.temperature == 1 else z / self.temperature
         if z.device.type == "cpu" and self._all_usual(v, y):  # what follows, bit for bit, with every mask true
-            logp, index = torch.log_softmax(v, 1), y.long().unsqueeze(1)
-            values = logp.gather(1, index).squeeze(1).mul_(-self._outer())
-            g = logp.exp_().scatter_add_(1, index, torch.full(index.shape, -1.0, dtype=v.dtype))
-            return values, g if factor == 1 else g.mul_(factor)
+            logp, classes, outer = torch.log_softmax(v, 1), y.long(), self._outer()
+            values = F.nll_loss(logp, classes, reduction="none")
+            g = logp.exp_().scatter_(1, classes.unsqueeze(1), -1.0, reduce="add")
+            return values if outer == 1 else values.mul_(outer), g if factor == 1 else g.mul_(factor)
         index, good, ok = self._index(v, y)
         logp = torch.log_softmax(v, 1)
         mass = good.to(v.dtype)

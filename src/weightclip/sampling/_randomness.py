@@ -119,12 +119,15 @@ class ForwardRandomness:
 
     Formal guarantees:
         Masks are a function of (secret root, charge number, piece, number of the call): of no generator the user has
-        set, and independent of the data. Under torch.compile they act where a probe at make_private saw the model draw
-        (and break the graph there); a model that draws only in branches the probe did not take is not found.
+        set, and independent of the data. A pass of which ``idle`` knows, from its inputs, that no code in it can draw
+        is left alone. Under torch.compile they act where a probe at make_private saw the model draw (and break the
+        graph there); a model that draws only in branches the probe did not take is not found.
     """
 
-    def __init__(self, device: torch.device, key: Callable[[int], bytes], draws: bool) -> None:
-        self.generators, self.key, self.draws = Generators(device), key, draws
+    def __init__(
+        self, device: torch.device, key: Callable[[int], bytes], draws: bool, idle: Callable[[tuple[Any, ...]], bool]
+    ) -> None:
+        self.generators, self.key, self.draws, self.idle = Generators(device), key, draws, idle
         self._stack: list[Any] = []
         self._owner: int | None = None
         self.calls = 0  # over the present batch
@@ -179,18 +182,22 @@ class ForwardHook:
         self.randomness = None if randomness is None else weakref.ref(randomness)
         self.draws, self.first = randomness is not None and randomness.draws, first
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], *_: Any) -> None:
         if is_plain() or not (torch.is_grad_enabled() or module.training):
             return
         if not torch.compiler.is_compiling():
-            self._act()
+            self._act(inputs)
         elif self.draws:
             _break(self._act)
 
-    def _act(self) -> None:
+    def _act(self, inputs: tuple[Any, ...] | None = None) -> None:
         randomness = None if self.randomness is None else self.randomness()
-        if randomness is not None:
-            randomness.enter() if self.first else randomness.leave()
+        if randomness is None:
+            return
+        if not self.first:
+            randomness.leave()
+        elif inputs is None or not randomness.idle(inputs):
+            randomness.enter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHook:
         return ForwardHook(None, self.first)  # copies and saved models leave the engine behind
