@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import weightclip as wc
 from weightclip.certificate import build_plan
-from weightclip.sampling import _randomness
 from weightclip.sampling._randomness import Generators, given_back, model_draws
 
 
