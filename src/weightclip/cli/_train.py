@@ -118,7 +118,7 @@ def train(
         plan = FitPlan(
             epsilon, _defaults.delta(n) if delta is None else delta, how, chosen, accountant,
             Streams.secure() if seed is None else Streams.seeded(seed), progress=shown, not_covered=tuple(notes),
-            records=n, ledger=ledger,
+            records=n_records, ledger=ledger,
             checkpoint=None if kept is None else Checkpoint(kept, _options(locals())),
         ).counted()  # fmt: skip
         updates: dict[str, Any] = {}  # of a fine-tuned encoder

@@ -115,7 +115,8 @@ class LipDP(BaseEstimator):
         return FitPlan(
             float(self.epsilon), float(delta), how, chosen, self.accountant, self._streams(),
             loss=getattr(self, "loss", "huber"), progress=Progress() if self.verbose else None,
-            not_covered=tuple(not_covered), records=n, ledger=None if self.ledger is None else Path(self.ledger),
+            not_covered=tuple(not_covered), records=None if self.n_records is None else n,
+            ledger=None if self.ledger is None else Path(self.ledger),
         ).counted()  # fmt: skip
 
     def _streams(self) -> Streams:

@@ -25,7 +25,7 @@ from weightclip.tabular._plan import FitPlan
 from weightclip.tabular._resume import Checkpoint
 
 _PIECE = 1 << 22  # numbers of a physical batch: larger draws are handed out in pieces, so that memory stays bounded
-_ROOM = 1.25  # of q n: a quarter more records than were declared show nowhere
+_ROOM = 1.25  # of q n, where n is declared: a quarter more records than that show nowhere
 _SAVES = 24  # times that a training is kept on its way
 _INIT, _WEIGHTS, _ENGINE = "table/init", "table/weights", "table/engine"
 
@@ -51,9 +51,9 @@ class Settings:
         """q."""
         return min(1.0, self.batch / n)
 
-    def divisor(self, n: int) -> float:
-        """b, above q n: it decides what is allowed for rounding, which must not tell the true number of records."""
-        return _ROOM * min(self.batch, n)
+    def divisor(self, n: int, declared: bool) -> float:
+        """b: q n, or above it where ``n`` is declared; what rounding is allowed follows from b, not from records."""
+        return min(self.batch, n) * (_ROOM if declared else 1.0)
 
     def steps(self, n: int) -> int:
         """T."""
@@ -139,7 +139,7 @@ def train(
         and nothing else, or nothing is released: other runs on it would leave less than was planned with.
     """
     q, steps = settings.sample_rate(n), settings.steps(n)
-    batch, divisor = min(settings.batch, n), settings.divisor(n)
+    batch, divisor = min(settings.batch, n), settings.divisor(n, plan.records is not None)
     sigma = Budget(plan.epsilon, plan.delta, plan.accountant, mechanisms).sigma(q, steps)
     width = records.features.shape[1]
     model = _network(width, settings.hidden, outputs, plan.streams)

@@ -107,6 +107,7 @@ def _train(
 ) -> tuple[Trained, ParameterAverage, float]:
     """Train in place: what was released, the average of the released weights, and ε as the engine counts it."""
     q, steps, batch = settings.sample_rate(n), settings.steps(n), min(settings.batch, n)
+    divisor = settings.divisor(n, plan.records is not None)
     sigma = Budget(plan.epsilon, plan.delta, plan.accountant).sigma(q, steps)
     loss = losses.BCEWithLogits() if y.is_floating_point() else losses.CrossEntropy()
     optimizer = torch.optim.Adam([p for p in network.parameters() if p.requires_grad], lr=settings.lr, fused=True)
@@ -115,7 +116,7 @@ def _train(
         engine.make_private(
             module=network, optimizer=optimizer, data_loader=DataLoader(TensorDataset(x, y), batch_size=batch),
             criterion=loss, noise_multiplier=sigma, bounds=settings.bounds(), sample_rate=q,
-            expected_batch_size=settings.divisor(n), max_physical_batch_size=_piece(batch, x),
+            expected_batch_size=divisor, max_physical_batch_size=_piece(batch, x),
             generator=root_generator(plan.streams, _ENGINE),
         )  # fmt: skip
         try:
@@ -126,7 +127,7 @@ def _train(
             spent = engine.get_epsilon(plan.delta)
         finally:
             engine.detach()
-    return Trained(settings, (), sigma, q, steps, settings.divisor(n), tuple(layers)), average, spent
+    return Trained(settings, (), sigma, q, steps, divisor, tuple(layers)), average, spent
 
 
 def _loop(
