@@ -328,6 +328,26 @@ def test_code_that_draws_and_came_after_make_private_draws_in_secret(change, mon
     drawn_after_make_private(change, monkeypatch)
 
 
+def kept_tensors_draw_in_secret() -> None:
+    """Hooks on what is kept for backward run inside the pass: lossy compression of activations draws there."""
+    run, drawn = private(mlp(), table(8), seed=None), []
+    next(iter(run.loader))
+
+    def pack(value: Tensor) -> Tensor:
+        drawn.append(torch.rand(3))
+        return value
+
+    for _ in range(2):
+        seeded_by_the_user(42)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            run.model(table(8)[0])
+    assert drawn and not any(torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
+
+
+def test_hooks_on_kept_tensors_draw_in_secret() -> None:
+    kept_tensors_draw_in_secret()
+
+
 def test_a_chain_of_torchs_own_layers_leaves_generators_alone(monkeypatch) -> None:
     run = private(mlp(), table(8))
     monkeypatch.setattr(Generators, "seed", lambda self, key: pytest.fail("nothing draws"))

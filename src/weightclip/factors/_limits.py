@@ -120,7 +120,8 @@ class Limits:
             for i, place in zip(self.moving, self._places, strict=True):
                 place.fill_(caps[i])
             for i in self.moving:  # a cap that both radii keep by themselves, however their product is rounded
-                self._rows[i]._wc_implied = version_of(self.table) if caps[i] >= self._radii[i] * _IMPLIED else None
+                row = self._rows[i]
+                row._wc_implied = (id(row), version_of(row)) if caps[i] >= self._radii[i] * _IMPLIED else None
             self._constant = sensitivities if constant else None
             return
         self._constant = None
@@ -193,7 +194,7 @@ def all_normal(scale: Tensor) -> bool:
 def implied(limits: Tensor) -> bool:
     """Whether both radii keep the cap: it was found above X R (1 + 8u), and nobody has written into the table since."""
     found = None if transforming() else getattr(limits, "_wc_implied", None)
-    return found is not None and found == version_of(limits)
+    return found is not None and found == (id(limits), version_of(limits))  # a copy of a row counts versions anew
 
 
 def cap_scale(
