@@ -11,12 +11,10 @@ from tests.engine import test_noise_reuse as reuse
 from tests.engine.test_public_pieces import a_scheduler_of_iterations_does_not_see_the_draw
 from tests.engine.test_strict import a_records_place_does_not_depend_on_the_others
 from tests.mutants.kit import Mutants
+from tests.sampling.test_later_code import hooks_draw_in_secret, kept_tensors_draw_in_secret, modes_draw_in_secret
 from tests.sampling.test_randomness import (
     augmentation_belongs_to_the_record,
-    hooks_draw_in_secret,
-    kept_tensors_draw_in_secret,
     masks_do_not_come_from_the_users_seed,
-    modes_draw_in_secret,
 )
 
 import weightclip as wc

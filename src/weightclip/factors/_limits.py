@@ -192,9 +192,8 @@ def all_normal(scale: Tensor) -> bool:
 
 
 def implied(limits: Tensor) -> bool:
-    """Whether both radii keep the cap: it was found above X R (1 + 8u), and nobody has written into the table since."""
-    found = None if transforming() else getattr(limits, "_wc_implied", None)
-    return found is not None and found == (id(limits), version_of(limits))  # a copy of a row counts versions anew
+    """Whether both radii keep the cap: found above X R (1 + 8u), and this very row was not written since."""
+    return not transforming() and getattr(limits, "_wc_implied", None) == (id(limits), version_of(limits))
 
 
 def cap_scale(
