@@ -187,7 +187,7 @@ def modes_active() -> bool:
     return (
         torch._C._is_torch_function_mode_enabled()
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True) is not None
     )
 
 

@@ -329,8 +329,8 @@ class BufferGuard:
     def before(self, module: nn.Module, args: Any) -> None:
         """Note the state of all of them."""
         if not torch.compiler.is_compiling():
-            held = self._held() if torch.is_grad_enabled() else None
-            self._before = held and [(name, t, version_of(t)) for name, t in held]
+            guarded = torch.is_grad_enabled()
+            self._before = [(name, t, version_of(t)) for name, t in self._held()] if guarded else None
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Compare."""
