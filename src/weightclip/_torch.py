@@ -183,8 +183,12 @@ def without_overrides() -> Any:
 
 
 def modes_active() -> bool:
-    """Whether a mode of somebody's sees every operation, and may do as it likes."""
-    return torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0
+    """Whether a mode sees every operation, or a hook every tensor that is kept for backward: they may do anything."""
+    return (
+        torch._C._is_torch_function_mode_enabled()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True) is not None
+    )
 
 
 def data_parallel_active() -> bool:

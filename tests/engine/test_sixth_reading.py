@@ -81,9 +81,13 @@ class Polyak(torch.optim.Optimizer):
         return loss
 
 
+class Named(torch.optim.SGD):
+    """A name of the user's own for what torch does."""
+
+
 def check_optimisers() -> None:
-    """Torch's own hand the loss back; any other gets none, and cannot step by it."""
-    for kind, known in ((Polyak, False), (torch.optim.SGD, True)):
+    """Torch's own steps hand the loss back; any other gets none, and cannot step by it."""
+    for kind, known in ((Polyak, False), (torch.optim.SGD, True), (Named, True)):
         run = private(mlp(), table(9), optimizer=kind)
         (x, y), shown = next(iter(run.loader)), []
 

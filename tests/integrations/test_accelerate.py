@@ -103,5 +103,6 @@ def test_a_state_is_loaded_only_where_its_releases_are_counted(tmp_path):
                 optimizer.step()
                 optimizer.zero_grad()
             accelerator.save_state(tmp_path / "state")
+            accelerator.load_state(tmp_path / "state")  # a state of this very run is counted
             assert loader.engine.steps == (8 if again else 4)
             loader.engine.detach()

@@ -81,6 +81,9 @@ def test_a_checkpoint_goes_on_only_with_the_ledger_of_its_run(tmp_path):
                              enable_progress_bar=False, enable_model_summary=False, callbacks=[callback])  # fmt: skip
         try:
             trainer.fit(module, loader, ckpt_path=path)
+            if path is None:  # predicting is no release
+                trainer.save_checkpoint(tmp_path / "seen.ckpt")
+                trainer.predict(module, DataLoader(table()[:4][0]), ckpt_path=tmp_path / "seen.ckpt")
         finally:
             callback.engine.detach()
         trainer.save_checkpoint(tmp_path / "last.ckpt")

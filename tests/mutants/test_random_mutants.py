@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from tests.engine import test_noise_reuse as reuse
 from tests.engine.test_public_pieces import a_scheduler_of_iterations_does_not_see_the_draw
 from tests.engine.test_strict import a_records_place_does_not_depend_on_the_others
 from tests.mutants.kit import Mutants
+from tests.sampling.test_later_code import hooks_draw_in_secret, kept_tensors_draw_in_secret, modes_draw_in_secret
 from tests.sampling.test_randomness import (
     augmentation_belongs_to_the_record,
-    hooks_draw_in_secret,
     masks_do_not_come_from_the_users_seed,
-    modes_draw_in_secret,
 )
 
 import weightclip as wc
@@ -58,6 +58,11 @@ def hooks_that_came_later_are_not_looked_for(patch: Patch) -> None:
 @mutant(modes_draw_in_secret)
 def modes_that_draw_are_not_looked_for(patch: Patch) -> None:
     patch.setattr(_gate, "modes_active", lambda: False)
+
+
+@mutant(kept_tensors_draw_in_secret)
+def hooks_on_kept_tensors_are_not_looked_for(patch: Patch) -> None:
+    patch.setattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore: None)
 
 
 @mutant(masks_do_not_come_from_the_users_seed)

@@ -316,7 +316,7 @@ class BufferGuard:
     def __init__(self, model: nn.Module, whole: bool = True) -> None:
         self._tables = [(path, module._buffers) for path, module in model.named_modules()]
         self._parameters = [(f"parameter '{name}'", p) for name, p in model.named_parameters() if whole]
-        self._before: list[tuple[Tensor, int]] | None = None
+        self._before: list[tuple[str, Tensor, int]] | None = None
         self.testing = False  # random records are at work: what they make a model keep for the first time is public
 
     def _held(self) -> list[tuple[str, Tensor]]:
@@ -329,26 +329,25 @@ class BufferGuard:
     def before(self, module: nn.Module, args: Any) -> None:
         """Note the state of all of them."""
         if not torch.compiler.is_compiling():
-            self._before = [(t, version_of(t)) for _, t in self._held()] if torch.is_grad_enabled() else None
+            guarded = torch.is_grad_enabled()
+            self._before = [(name, t, version_of(t)) for name, t in self._held()] if guarded else None
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Compare."""
         if self._before is None or torch.compiler.is_compiling():
             return
         before, self._before = self._before, None
-        if self.testing:
-            before = [(t, v) for t, v in before if version_of(t) != v]
-        held = [] if self.testing else self._held()
-        same = [
-            tensor is known and version_of(tensor) == v for (_, tensor), (known, v) in zip(held, before, strict=False)
-        ]
-        if all(same) and len(held) == len(before):
-            return
-        name = held[same.index(False)][0] if not all(same) else "a buffer or parameter"
-        raise ContractError(
-            f"forward writes {name}: it would carry records of one batch into the next and into the saved model. "
-            "Freeze such modules with eval(), use ones without running statistics, or fill caches before make_private."
-        )
+        changed = [name for name, t, version in before if version_of(t) != version]
+        if not self.testing:
+            held = self._held()
+            changed += [name for (name, t), (_, known, _) in zip(held, before, strict=False) if t is not known]
+            changed += [] if len(held) == len(before) else ["a new buffer"]
+        if changed:
+            raise ContractError(
+                f"forward writes {changed[0]}: it would carry records of one batch into the next and into the saved "
+                "model. Freeze such modules with eval(), use ones without running statistics, fill caches before "
+                "make_private, or constrain weights after optimizer.step()."
+            )
 
     before._weightclip = after._weightclip = True  # type: ignore[attr-defined] # hooks of ours, left out of copies
 

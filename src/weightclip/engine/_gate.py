@@ -269,15 +269,15 @@ _MIXED = (
 def evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A closure runs once, here, before anything is released; the optimiser gets its value in place of it.
 
-    An optimiser that called it again would recompute gradients without noise. One that is not torch's own gets NaN: it
-    may step by the loss (Polyak's rule), which has no noise either.
+    An optimiser that called it again would recompute gradients without noise. One whose ``step`` is not torch's own
+    gets NaN: it may step by the loss (Polyak's rule), which has no noise either.
     """
     closures = [f for f in (*args[1:], *kwargs.values()) if callable(f)]
     if not closures:
         return None
     with torch.enable_grad():
         value = closures[0]()
-    if not type(args[0]).__module__.startswith("torch.optim."):
+    if not type(args[0]).step.__module__.startswith("torch.optim."):
         value = torch.full((), float("nan"))
 
     def known(given: Any) -> Any:

@@ -120,7 +120,8 @@ class Limits:
             for i, place in zip(self.moving, self._places, strict=True):
                 place.fill_(caps[i])
             for i in self.moving:  # a cap that both radii keep by themselves, however their product is rounded
-                self._rows[i]._wc_implied = version_of(self.table) if caps[i] >= self._radii[i] * _IMPLIED else None
+                row = self._rows[i]
+                row._wc_implied = (id(row), version_of(row)) if caps[i] >= self._radii[i] * _IMPLIED else None
             self._constant = sensitivities if constant else None
             return
         self._constant = None
@@ -191,9 +192,8 @@ def all_normal(scale: Tensor) -> bool:
 
 
 def implied(limits: Tensor) -> bool:
-    """Whether both radii keep the cap: it was found above X R (1 + 8u), and nobody has written into the table since."""
-    found = None if transforming() else getattr(limits, "_wc_implied", None)
-    return found is not None and found == version_of(limits)
+    """Whether both radii keep the cap: found above X R (1 + 8u), and this very row was not written since."""
+    return not transforming() and getattr(limits, "_wc_implied", None) == (id(limits), version_of(limits))
 
 
 def cap_scale(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -46,6 +47,10 @@ def prepare(
         epochs=epochs, divides=True, module=module, optimizer=optimizer, data_loader=data_loader, criterion=criterion,
     )  # fmt: skip
     accelerator.gradient_accumulation_steps = engine.loader.pieces
-    accelerator.register_load_state_pre_hook(lambda *_: refuse_uncounted(engine))
+    own: set[Path] = set()  # states that this run saved: their releases are counted
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: own.add(Path(folder).resolve()))
+    accelerator.register_load_state_pre_hook(
+        lambda models, folder: None if Path(folder).resolve() in own else refuse_uncounted(engine)
+    )
     loader = Batches(engine, lambda batch: send_to_device(batch, accelerator.device))
     return module, accelerator.prepare_optimizer(optimizer), loader, engine.criterion

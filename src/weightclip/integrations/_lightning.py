@@ -57,8 +57,9 @@ class PrivacyCallback(Callback):
         trainer.accumulate_grad_batches = pieces
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """``ckpt_path``: weights that were released before, by a run whose count is elsewhere."""
-        refuse_uncounted(self.engine)
+        """``ckpt_path`` of a fit: weights that were released before, by a run whose count is elsewhere."""
+        if trainer.state.fn == "fit":
+            refuse_uncounted(self.engine)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Epsilon so far: every ``log_every_n_steps`` releases, and at the end of a pass."""
