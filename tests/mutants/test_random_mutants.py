@@ -55,6 +55,11 @@ def hooks_that_came_later_are_not_looked_for(patch: Patch) -> None:
     patch.setattr(Watch, "same_code", lambda self: True)
 
 
+@mutant(hooks_draw_in_secret)
+def a_chain_of_torchs_layers_stays_one_with_a_hook_on_it(patch: Patch) -> None:
+    patch.setattr(Training, "forget_other_code", lambda self: self.watch.changed() and (self.tested.clear() or True))
+
+
 @mutant(modes_draw_in_secret)
 def modes_that_draw_are_not_looked_for(patch: Patch) -> None:
     patch.setattr(_gate, "modes_active", lambda: False)

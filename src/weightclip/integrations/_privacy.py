@@ -69,7 +69,10 @@ UNCOUNTED = (
 
 
 def refuse_uncounted(engine: PrivacyEngine) -> None:
-    """Before a framework loads a state of its own: the releases behind it must be in the run's ledger."""
+    """Before a framework loads a state of its own: refused where no ledger holds earlier releases.
+
+    Which releases a state is of cannot be seen from it: that they are those of the ledger is the user's to see to.
+    """
     if engine.ledger is None or engine.steps == 0:
         raise ContractError(UNCOUNTED)
 

@@ -1,4 +1,7 @@
-"""Codes of feature maps on disk: encoding that takes long goes on where it ended, in several processes if wanted."""
+"""Codes of feature maps on disk: encoding that takes long goes on where it ended, in several processes if wanted.
+
+A folder's name tells the settings of a map and not its code: whoever changes how features are computed deletes it.
+"""
 
 from __future__ import annotations
 
